@@ -1,0 +1,6 @@
+"""`python -m ktplan`."""
+
+from ktplan.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Files that others can trust: whole or not at all, with a kind, a version and a digest.
+
+Every JSON file of the suite carries `kind`, `version` and `made_by`; readers refuse a foreign kind and a newer version.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError
+from ktplan.version import __version__
+
+
+def sha256_bytes(data: bytes) -> str:
+    """`"sha256:<hex>"` of some bytes."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """`"sha256:<hex>"` of a file, read in pieces."""
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside `path` durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary file name beside `path`; on success it takes the place of `path`, on failure it is removed.
+
+    A reader sees the old file or the new one, never half. Raises KtplanError naming `path` where its folder is
+    missing or not writable, DoesNotFit where the disk is full.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with explained(path):
+            yield part
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, path)
+            fsync_directory(path.parent)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` at once; see `replacing` for what it raises."""
+    with replacing(path) as part:
+        part.write_bytes(data)
+
+
+def json_bytes(kind: str, version: int, body: Mapping[str, Any]) -> bytes:
+    """The text of a JSON artefact: same body, same bytes."""
+    whole = {**body, "kind": kind, "version": version, "made_by": f"ktplan {__version__}"}
+    return (json.dumps(whole, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def write_json(path: Path, kind: str, version: int, body: Mapping[str, Any]) -> None:
+    """Write a JSON artefact whole."""
+    write_whole(path, json_bytes(kind, version, body))
+
+
+def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:
+    """Read a JSON artefact of `kind` and exactly `version`.
+
+    Raises BadInput when the file is missing, is not JSON, is something else, or is of another version.
+    """
+    body = read_json_object(path)
+    found = body.get("kind")
+    if found != kind:
+        raise BadInput(
+            f"{path} is not a {kind}: it says kind {found!r}",
+            hint=f"give the file that ktplan wrote as a {kind}",
+        )
+    if body.get("version") != version:
+        raise BadInput(
+            f"{path} has version {body.get('version')!r} of {kind}, this program reads version {version}",
+            hint=f"use the program that wrote it ({body.get('made_by', 'unknown')}) or make the file again",
+        )
+    return body
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Any JSON file that holds one object. Raises BadInput naming the file and the place of the fault."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist", hint="check the path") from None
+    except IsADirectoryError:
+        raise BadInput(f"{path} is a folder, a file is expected", hint="check the path") from None
+    except OSError as fault:
+        raise BadInput(f"{path} cannot be read: {fault.strerror}", hint="check its permissions") from None
+    except (UnicodeDecodeError, RecursionError):
+        raise BadInput(f"{path} is not JSON text", hint="make the file again") from None
+    except json.JSONDecodeError as fault:
+        raise BadInput(
+            f"{path} is not JSON: {fault.msg} at line {fault.lineno}",
+            hint="make the file again; it may be cut off",
+        ) from None
+    if not isinstance(body, dict):
+        raise BadInput(
+            f"{path} holds a {type(body).__name__}, a JSON object is expected", hint="check the path"
+        )
+    return body
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn the operating system's errors about writing `path` into one line with a remedy."""
+    try:
+        yield
+    except OSError as fault:
+        raise cannot_write(path, fault) from fault
+
+
+def cannot_write(path: Path, fault: OSError) -> KtplanError:
+    """What to tell about an OSError that came up while writing `path`."""
+    if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DoesNotFit(
+            f"no space left to write {path}", hint="free space there or choose another output with -o"
+        )
+    reason = fault.strerror or str(fault)
+    return KtplanError(
+        f"{path} cannot be written: {reason}", hint="choose an output that you may write to, with -o"
+    )
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Create the folder `path` for one job; if the job fails or is interrupted, remove all that it made.
+
+    `path` must not exist or be an empty folder, else BadUsage names it: nothing foreign is ever overwritten or removed.
+    """
+    existed = path.exists()
+    if existed and not path.is_dir():
+        raise BadUsage(f"{path} exists and is a file", hint="name a new folder with -o")
+    if existed and any(path.iterdir()):
+        raise BadUsage(
+            f"{path} exists and is not empty", hint="name a new folder with -o, or remove that one first"
+        )
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    with explained(path):
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".{os.getpid()}.part"
+        probe.touch()
+        probe.unlink()
+    try:
+        with explained(path):
+            yield path
+            fsync_directory(path)
+            fsync_directory(path.parent)
+    except BaseException:
+        _empty(path)
+        for folder in missing:
+            folder.rmdir()
+        raise
+
+
+def _empty(path: Path) -> None:
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

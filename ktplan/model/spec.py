@@ -1,0 +1,53 @@
+"""ModelSpec: everything a planner or converter needs to know about a model; no weights are held."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A Mixture-of-Experts model as its config and tensor headers describe it. Sizes in elements, bytes as stored."""
+
+    name: str  # the folder's name, for people
+    family: str  # the record in families.py that reads it
+    model_type: str  # config.json's word
+    layers: int
+    moe_layers: tuple[int, ...]  # the model's own layer numbers
+    experts: int  # routed experts in each MoE layer
+    top_k: int
+    shared_experts: int
+    hidden: int
+    moe_intermediate: int
+    vocab: int
+    context: int  # longest sequence in tokens
+    activation: str
+    dtype: str  # of the stored experts: "bfloat16", "float16", "float32"
+    tied_embeddings: bool
+    fused: bool  # experts of a layer stored as one tensor a projection
+    dense_params: int
+    expert_params: int  # all routed experts
+    dense_bytes: int
+    expert_bytes: int
+    kv_bytes_per_token: int  # all layers, 2-byte cache
+    experts_module: str  # "model.layers.{layer}.mlp.experts": the module that holds a layer's routed experts
+    fingerprint: str  # sha256 of config, tensor headers and a sample of the dense weights
+
+    @property
+    def expert_count(self) -> int:
+        """Routed experts in the whole model."""
+        return len(self.moe_layers) * self.experts
+
+    @property
+    def params_per_expert(self) -> int:
+        """gate, up and down of one routed expert."""
+        return 3 * self.hidden * self.moe_intermediate
+
+    def experts_module_name(self, layer: int) -> str:
+        """Dotted name of the module with a layer's routed experts."""
+        return self.experts_module.format(layer=layer)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "moe_layers": list(self.moe_layers)}

@@ -1,0 +1,251 @@
+"""A checkpoint is described from headers, checked before work, and read exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktplan.errors import BadInput
+from ktplan.model import open_source, read_spec
+
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "olmoe")
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    """The embedded model, to be damaged."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.update(changes)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def shard(folder: Path, pieces: int) -> list[Path]:
+    """Split model.safetensors into `pieces` files with an index, as big models are published."""
+    from safetensors.numpy import save_file
+
+    from ktplan.model.header import read_header
+
+    whole = folder / "model.safetensors"
+    tensors: dict[str, Any] = {}
+    for name, info in read_header(whole).tensors.items():
+        with whole.open("rb") as file:
+            file.seek(info.start)
+            tensors[name] = np.frombuffer(file.read(info.bytes), np.int16).reshape(info.shape)
+    whole.unlink()
+    files, places = [], {}
+    for piece in range(pieces):
+        file = folder / f"model-{piece + 1:05d}-of-{pieces:05d}.safetensors"
+        part = {name: tensors[name] for name in sorted(tensors)[piece::pieces]}
+        save_file(part, file)
+        # numpy has no bfloat16: the bytes are right, the label is put back (same length, so offsets hold)
+        raw = file.read_bytes()
+        file.write_bytes(raw.replace(b'"dtype":"I16",', b'"dtype":"BF16",')[8:])
+        body = file.read_bytes()
+        length = struct.unpack("<Q", raw[:8])[0] + len(part)
+        file.write_bytes(struct.pack("<Q", length) + body)
+        files.append(file)
+        places |= dict.fromkeys(part, file.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return files
+
+
+def test_the_embedded_model_is_described_from_its_headers(tiny: Path) -> None:
+    spec = read_spec(tiny)
+    assert (spec.family, spec.layers, spec.moe_layers, spec.experts, spec.top_k) == (
+        "qwen3_moe",
+        4,
+        (0, 1, 2, 3),
+        16,
+        2,
+    )
+    assert (spec.hidden, spec.moe_intermediate, spec.vocab, spec.context) == (256, 128, 4096, 1024)
+    assert spec.dense_params + spec.expert_params == 8_145_664
+    assert spec.expert_params == 6_291_456
+    assert spec.expert_bytes == 2 * spec.expert_params
+    assert spec.kv_bytes_per_token == 4 * 2 * 2 * 64 * 2  # layers, key and value, 2 heads of 64, 2 bytes
+    assert spec.tied_embeddings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_equal_those_in_transformers(
+    family: str, fused: bool, family_checkpoint: Callable[..., Path]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = family_checkpoint(family, fused)
+    source = open_source(path)
+    assert source.spec.fused is fused
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    modules = dict(model.named_modules())
+    for layer in source.spec.moe_layers:
+        theirs = modules[source.spec.experts_module_name(layer)]
+        for expert in range(source.spec.experts):
+            ours = source.expert(layer, expert)
+            gate, up = theirs.gate_up_proj[expert].float().detach().numpy().reshape(2, *ours.gate.shape)
+            np.testing.assert_array_equal(ours.gate, gate)
+            np.testing.assert_array_equal(ours.up, up)
+            np.testing.assert_array_equal(ours.down, theirs.down_proj[expert].float().detach().numpy())
+    assert source.spec.dense_params + source.spec.expert_params == sum(
+        tensor.numel() for tensor in model.state_dict().values()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_ways_of_storing_experts_read_alike(family: str, family_checkpoint: Callable[..., Path]) -> None:
+    single, fused = open_source(family_checkpoint(family)), open_source(family_checkpoint(family, True))
+    layer = single.spec.moe_layers[-1]
+    for a, b in zip(single.expert(layer, 5), fused.expert(layer, 5), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_shards_read_like_one_file(copy: Path, tiny: Path) -> None:
+    shard(copy, 3)
+    np.testing.assert_array_equal(open_source(copy).expert(2, 9).down, open_source(tiny).expert(2, 9).down)
+    assert read_spec(copy).fingerprint == read_spec(tiny).fingerprint
+
+
+def test_the_index_decides_and_a_stray_file_is_left_alone(copy: Path, tiny: Path) -> None:
+    shard(copy, 2)
+    stray = bytearray((tiny / "model.safetensors").read_bytes())
+    stray[-1000:] = bytes(1000)
+    (copy / "model.safetensors").write_bytes(stray)
+    (copy / "original").mkdir()
+    shutil.copy(tiny / "model.safetensors", copy / "original" / "model-00001-of-00002.safetensors")
+    np.testing.assert_array_equal(open_source(copy).expert(3, 15).up, open_source(tiny).expert(3, 15).up)
+
+
+def test_a_missing_shard_is_named(copy: Path) -> None:
+    gone = shard(copy, 3)[1]
+    gone.unlink()
+    with pytest.raises(BadInput, match=gone.name):
+        open_source(copy)
+
+
+def test_a_truncated_file_gives_both_sizes(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as handle:
+        handle.truncate(size * 6 // 10)
+    with pytest.raises(BadInput, match=f"cut off.*{size * 6 // 10:,} bytes.*promises {size:,}"):
+        open_source(copy)
+
+
+def test_a_git_lfs_pointer_is_called_one(copy: Path) -> None:
+    (copy / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0123456789abcdef\nsize 16317808\n"
+    )
+    with pytest.raises(BadInput, match="Git LFS pointer") as refusal:
+        open_source(copy)
+    assert "git lfs pull" in (refusal.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (struct.pack("<Q", 2**40) + b"{}", "announces 1,099,511,627,776 bytes"),
+        (struct.pack("<Q", 4) + b"nope", "not JSON"),
+        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+        (b"", "cut off"),
+    ],
+)
+def test_a_broken_header_is_refused(copy: Path, header: bytes, says: str) -> None:
+    (copy / "model.safetensors").write_bytes(header)
+    with pytest.raises(BadInput, match=says):
+        open_source(copy)
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"dtype": "BF16", "shape": [128, 128], "data_offsets": [0, 64]}, r"BF16 \[128, 128\].*span 64"),
+        ({"dtype": "BF16", "shape": [-1], "data_offsets": [0, 64]}, "damaged"),
+        ({"dtype": "BF16", "shape": [32]}, "damaged"),
+        ({"dtype": "BF16", "shape": [32], "data_offsets": [8, 72]}, "hole"),
+    ],
+)
+def test_a_header_that_contradicts_itself_names_the_tensor(copy: Path, entry: Any, says: str) -> None:
+    text = json.dumps({"w": entry}).encode()
+    (copy / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(72))
+    with pytest.raises(BadInput, match=says) as refusal:
+        open_source(copy)
+    assert "w" in refusal.value.message
+
+
+def test_a_missing_expert_is_named_by_layer_expert_and_projection(copy: Path) -> None:
+    edit_config(copy, num_local_experts=17)
+    with pytest.raises(BadInput, match="layer 0, expert 16, gate projection"):
+        open_source(copy)
+
+
+def test_experts_that_the_config_does_not_count_are_a_disagreement(copy: Path) -> None:
+    edit_config(copy, num_local_experts=8)
+    with pytest.raises(BadInput, match=r"experts\.\d+\..*config.json does not count"):
+        open_source(copy)
+
+
+def test_layers_beyond_the_models_own_are_left_out(copy: Path) -> None:
+    edit_config(copy, num_hidden_layers=3)
+    source = open_source(copy)
+    assert source.spec.moe_layers == (0, 1, 2)
+    assert {name.split(".")[2] for name in source.beyond_names()} == {"3"}
+    assert not [name for name in source.dense_names() if ".layers.3." in name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": 512}, r"shape \[128, 256\], config.json asks for \[128, 512\]"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
+        ({"model_type": "llama", "num_local_experts": None}, "dense model"),
+        ({"model_type": "wonder_moe"}, "model_type 'wonder_moe' is not known.*experts.N.gate_proj"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "already quantized.*'gptq'"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "dense model"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_name(
+    copy: Path, changes: dict[str, Any], says: str
+) -> None:
+    edit_config(copy, **changes)
+    with pytest.raises(BadInput, match=says):
+        open_source(copy)
+
+
+def test_a_folder_without_config_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no config.json"):
+        open_source(tmp_path)
+
+
+def test_the_fingerprint_tells_fine_tunes_apart(copy: Path, tiny: Path) -> None:
+    from ktplan.model.header import read_header
+
+    info = read_header(copy / "model.safetensors").tensors["model.layers.2.mlp.gate.weight"]
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(info.start)
+        file.write(bytes(info.bytes))
+    assert read_spec(copy).fingerprint != read_spec(tiny).fingerprint
+
+
+def test_sparse_steps_and_exceptions_decide_which_layers_are_moe() -> None:
+    from ktplan.model.families import family_of
+
+    family = family_of("qwen3_moe")
+    assert family is not None
+    config = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert family.moe_layers(config) == (1, 5)
+    assert family.moe_layers({"num_hidden_layers": 2, "mlp_only_layers": None}) == (0, 1)
