@@ -1,0 +1,1 @@
+"""Long jobs: a checkpoint's experts into another form."""

@@ -1,0 +1,173 @@
+"""How levels lie in memory: kt-kernel's AMX tiles, as bytes that any of its and our kernels read in place.
+
+A projection is N output rows of K inputs. INT8 takes K bytes a row. INT4 takes 64 bytes for every 128 inputs: the low
+nibble of byte j is input j, the high nibble input 64 + j, both two's complement. Rows and bytes are then reordered:
+
+    [N in blocks of 64 (INT8) or 128 (INT4)] [K in blocks of 3584 inputs] [32 rows] [64 bytes of K]
+    [2 halves of 16 rows] [16 words] [16 rows] [4 bytes]
+
+so that each kilobyte is one AMX B-tile: a 16 x 16 transpose of 4-byte words, the order of vpdpbusd as well. The last
+block of N or K may be shorter. One float32 scale a row, in natural order, lies apart.
+
+NUMA parts split the intermediate size: part p has its share of gate and up rows and of down columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ktplan.errors import BadInput, BadUsage
+from ktplan.quant.rounding import I8
+
+U8 = npt.NDArray[np.uint8]
+
+_K_BLOCK = 3584
+_TILE_BYTES = 64  # of K, in each of 16 rows
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A versioned order of bytes. `unit`: hidden size and each part's intermediate size must be multiples of it."""
+
+    name: str
+    tile_bits: int
+    row_block: int
+    unit: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of one row of K = `columns` inputs."""
+        return columns * self.tile_bits // 8
+
+
+AMX_INT8 = Layout("amx-int8-v1", 8, 64, 64)
+AMX_INT4 = Layout("amx-int4-v1", 4, 128, 128)
+LAYOUTS = {layout.name: layout for layout in (AMX_INT8, AMX_INT4)}
+
+
+class Sizes(Protocol):
+    """What of a model decides whether it fits a layout; a ModelSpec is one."""
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def moe_intermediate(self) -> int: ...
+
+
+def layout_for(bits: int) -> Layout:
+    """The layout of a scheme's bits: 8 in INT8 tiles, 4 and 2 in INT4 tiles."""
+    return AMX_INT8 if bits == 8 else AMX_INT4
+
+
+def packed_bytes(rows: int, columns: int, bits: int) -> int:
+    """Bytes that N = `rows` by K = `columns` levels take."""
+    return rows * layout_for(bits).row_bytes(columns)
+
+
+def pack(levels: I8, bits: int) -> U8:
+    """Levels int8 [N, K] to their bytes, one dimension. N must be a multiple of 32, K of the layout's unit."""
+    rows, columns = levels.shape
+    layout = layout_for(bits)
+    packed = np.empty(rows * layout.row_bytes(columns), np.uint8)
+    source = _nibbles(levels) if layout.tile_bits == 4 else levels.view(np.uint8)
+    for block, tiles in _blocks(packed, rows, columns, layout):
+        height, width = block[0].stop - block[0].start, block[1].stop - block[1].start
+        words = source[block].reshape(height // 32, 2, 16, width // _TILE_BYTES, 16, 4)
+        tiles[...] = words.transpose(0, 3, 1, 4, 2, 5)
+    return packed
+
+
+def unpack(packed: U8 | I8, rows: int, columns: int, bits: int) -> I8:
+    """The levels int8 [N, K] of packed bytes: the inverse of `pack`.
+
+    Written from the offset formula instead of by turning `pack` round, so that each checks the other.
+    """
+    layout = layout_for(bits)
+    row_bytes = layout.row_bytes(columns)
+    data = packed.view(np.uint8).reshape(rows, row_bytes)
+    plain = np.empty((rows, row_bytes), np.uint8)
+    for first in range(0, rows, layout.row_block):
+        block = data[first : first + layout.row_block].reshape(-1)
+        plain[first : first + layout.row_block] = block[_offsets(len(block) // row_bytes, row_bytes, layout)]
+    if layout.tile_bits == 8:
+        return plain.view(np.int8)
+    low = (plain << np.uint8(4)).view(np.int8) >> 4
+    high = plain.view(np.int8) >> 4
+    levels = np.stack([low.reshape(rows, -1, 64), high.reshape(rows, -1, 64)], axis=2)
+    return levels.reshape(rows, columns)
+
+
+@lru_cache(maxsize=8)
+def _offsets(rows: int, row_bytes: int, layout: Layout) -> npt.NDArray[np.int64]:
+    """Where byte (r, x) of one block of rows lies in that block's packed bytes."""
+    r = np.arange(rows)[:, None]
+    x = np.arange(row_bytes)[None, :]
+    width = layout.row_bytes(_K_BLOCK)
+    this_width = np.minimum(width, row_bytes - x // width * width)
+    k = x % width
+    offset = x // width * width * rows + r // 32 * 32 * this_width + k // 64 * 64 * 32
+    offset = offset + r // 16 % 2 * 1024 + k % 64 // 4 * 64 + r % 16 * 4 + k % 4
+    offset.flags.writeable = False
+    return offset
+
+
+def _nibbles(levels: I8) -> U8:
+    rows, columns = levels.shape
+    pairs = levels.view(np.uint8).reshape(rows, columns // 128, 2, 64)
+    nibbles = pairs[:, :, 0] & np.uint8(0x0F)
+    nibbles |= pairs[:, :, 1] << np.uint8(4)
+    return nibbles.reshape(rows, columns // 2)
+
+
+def _blocks(
+    packed: U8, rows: int, columns: int, layout: Layout
+) -> Iterator[tuple[tuple[slice, slice], npt.NDArray[np.uint8]]]:
+    """Each block of rows and row bytes, with the six-dimensional view of the packed bytes that belongs to it."""
+    row_bytes, width = layout.row_bytes(columns), layout.row_bytes(_K_BLOCK)
+    start = 0
+    for row in range(0, rows, layout.row_block):
+        row_end = min(row + layout.row_block, rows)
+        for byte in range(0, row_bytes, width):
+            byte_end = min(byte + width, row_bytes)
+            size = (row_end - row) * (byte_end - byte)
+            shape = ((row_end - row) // 32, (byte_end - byte) // _TILE_BYTES, 2, 16, 16, 4)
+            yield (slice(row, row_end), slice(byte, byte_end)), packed[start : start + size].reshape(shape)
+            start += size
+
+
+def legal_parts(sizes: Sizes, bits: int) -> tuple[int, ...]:
+    """The numbers of NUMA parts that a model can be split into, smallest first; empty if it fits no layout."""
+    unit = layout_for(bits).unit
+    if sizes.hidden % unit or sizes.moe_intermediate % unit:
+        return ()
+    units = sizes.moe_intermediate // unit
+    return tuple(parts for parts in range(1, units + 1) if units % parts == 0)
+
+
+def check_parts(sizes: Sizes, bits: int, parts: int) -> None:
+    """Raise BadInput for a model that fits the layout in no way, BadUsage for a number of parts that is not legal."""
+    layout, legal = layout_for(bits), legal_parts(sizes, bits)
+    if not legal:
+        raise BadInput(
+            f"layout {layout.name} needs hidden and intermediate sizes that are multiples of {layout.unit}; "
+            f"this model has {sizes.hidden} and {sizes.moe_intermediate}",
+            hint="use --bits 8, which needs multiples of 64"
+            if bits != 8 and legal_parts(sizes, 8)
+            else "this model's experts cannot be packed for kt-kernel's CPU kernels",
+        )
+    if parts in legal:
+        return
+    share = sizes.moe_intermediate / parts if parts > 0 else 0
+    values = ", ".join(map(str, legal))
+    other = ", or use --bits 8" if bits != 8 and parts in legal_parts(sizes, 8) else ""
+    raise BadUsage(
+        f"experts are {sizes.moe_intermediate} wide; {parts} NUMA parts make {share:g} each, "
+        f"layout {layout.name} needs a multiple of {layout.unit}",
+        hint=f"for this model --numa-parts may be {values}{other}",
+    )

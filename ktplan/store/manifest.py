@@ -1,0 +1,224 @@
+"""What a store says about itself: `store.json`, written last, so that a folder without it is unfinished by definition.
+
+Nothing in it depends on when, where or how fast the store was made: the same job gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ktplan.artifact import read_json, write_json
+from ktplan.errors import BadInput
+from ktplan.model.source import PROJECTIONS
+from ktplan.store.layout import LAYOUTS, layout_for, packed_bytes
+
+KIND = "ktplan-expert-store"
+VERSION = 1
+MANIFEST_FILE = "store.json"
+PROGRESS_FILE = "convert.progress.json"  # there while a conversion is under way or was stopped
+_WORST = 5
+_WORDS = ("model", "family", "fingerprint", "scheme", "rounding", "layout", "activation")
+_NUMBERS = ("bits", "parts", "experts", "hidden", "intermediate")
+
+
+class Tensor(NamedTuple):
+    """One tensor of a shard: kt-kernel's name, "I8" or "F32", its number of elements and bytes."""
+
+    name: str
+    dtype: str
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreShape:
+    """The sizes that fix every tensor of a store."""
+
+    bits: int
+    parts: int
+    experts: int
+    hidden: int
+    intermediate: int
+
+    def rows_and_columns(self, projection: str) -> tuple[int, int]:
+        """N and K of one part of a projection."""
+        share = self.intermediate // self.parts
+        return (self.hidden, share) if projection == "down" else (share, self.hidden)
+
+    def tensors(self, layer: int, expert: int, part: int) -> list[Tensor]:
+        """One part of one expert in file order: three packed weights, then their scales."""
+        weights, scales = [], []
+        for projection in PROJECTIONS:
+            rows, columns = self.rows_and_columns(projection)
+            size = packed_bytes(rows, columns, self.bits)
+            weights.append(Tensor(tensor_name(layer, projection, expert, part, "weight"), "I8", size, size))
+            scales.append(
+                Tensor(tensor_name(layer, projection, expert, part, "scale"), "F32", rows, 4 * rows)
+            )
+        return weights + scales
+
+    def layer_tensors(self, layer: int) -> Iterator[Tensor]:
+        """All tensors of a layer's shard in file order: expert by expert, part by part."""
+        for expert in range(self.experts):
+            for part in range(self.parts):
+                yield from self.tensors(layer, expert, part)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert, all parts and scales."""
+        return self.parts * sum(tensor.bytes for tensor in self.tensors(0, 0, 0))
+
+
+def tensor_name(layer: int, projection: str, expert: int, part: int, what: str) -> str:
+    """kt-kernel's key, e.g. `blk.3.ffn_gate_exps.17.numa.0.weight`; `what` is "weight" or "scale"."""
+    return f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{part}.{what}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFile:
+    """One shard: the experts of one layer."""
+
+    name: str
+    layer: int
+    bytes: int
+    sha256: str
+
+
+class WeightError(NamedTuple):
+    """How far one projection of one expert is from the source: RMS of the difference over RMS of the weights."""
+
+    layer: int
+    expert: int
+    projection: str
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreManifest:
+    """All facts about a store; `errors[layer][projection]` holds one relative RMS weight error for each expert."""
+
+    model: str
+    family: str
+    fingerprint: str
+    scheme: str
+    bits: int
+    rounding: str
+    layout: str
+    parts: int
+    layers: tuple[int, ...]
+    experts: int
+    hidden: int
+    intermediate: int
+    activation: str
+    files: tuple[StoreFile, ...]
+    errors: Mapping[int, Mapping[str, tuple[float, ...]]]
+
+    @property
+    def shape(self) -> StoreShape:
+        return StoreShape(
+            bits=self.bits,
+            parts=self.parts,
+            experts=self.experts,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all shards as files."""
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Weights and scales of one expert, all parts."""
+        return self.shape.expert_bytes
+
+    @property
+    def mean_error(self) -> float:
+        """Mean relative RMS weight error over all projections of all experts."""
+        every = [found.error for found in self.each_error()]
+        return sum(every) / len(every)
+
+    def each_error(self) -> Iterator[WeightError]:
+        """The error table as a list, in order of layer and expert."""
+        for layer, table in self.errors.items():
+            for expert in range(self.experts):
+                for projection in PROJECTIONS:
+                    yield WeightError(layer, expert, projection, table[projection][expert])
+
+    def worst(self, count: int = _WORST) -> list[WeightError]:
+        """The projections with the largest error, worst first; ties in order of layer and expert."""
+        return sorted(self.each_error(), key=lambda found: -found.error)[:count]
+
+    def save(self, folder: Path) -> None:
+        """Write `store.json` whole."""
+        body = asdict(self)
+        body["errors"] = {str(layer): dict(table) for layer, table in self.errors.items()}
+        body["total_bytes"] = self.total_bytes
+        body["bytes_per_expert"] = self.bytes_per_expert
+        body["summary"] = {
+            "mean_error": self.mean_error,
+            "worst": [found._asdict() for found in self.worst()],
+        }
+        write_json(folder / MANIFEST_FILE, KIND, VERSION, body)
+
+    @classmethod
+    def load(cls, folder: Path) -> StoreManifest:
+        """Read and check `store.json`. Raises BadInput where it is absent, foreign, too new or contradicts itself."""
+        path = folder / MANIFEST_FILE
+        body = read_json(path, KIND, VERSION)
+        try:
+            manifest = cls._from_body(body)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as fault:
+            raise BadInput(f"{path} is damaged: {fault!r}", hint="convert the model again") from None
+        return manifest
+
+    @classmethod
+    def _from_body(cls, body: Mapping[str, Any]) -> StoreManifest:
+        plain: dict[str, Any] = {key: str(body[key]) for key in _WORDS} | {
+            key: int(body[key]) for key in _NUMBERS
+        }
+        manifest = cls(
+            **plain,
+            layers=tuple(int(layer) for layer in body["layers"]),
+            files=tuple(StoreFile(**file) for file in body["files"]),
+            errors=errors_from_json(body["errors"]),
+        )
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        if (
+            self.layout not in LAYOUTS
+            or self.bits not in (8, 4, 2)
+            or layout_for(self.bits).name != self.layout
+        ):
+            raise ValueError(f"layout {self.layout} does not hold {self.bits}-bit levels")
+        unit = layout_for(self.bits).unit
+        if min(self.parts, self.experts, self.hidden, self.intermediate) < 1:
+            raise ValueError("sizes must be positive")
+        if self.hidden % unit or self.intermediate % (unit * self.parts):
+            raise ValueError(
+                f"sizes {self.hidden} x {self.intermediate} in {self.parts} parts do not fit {self.layout}"
+            )
+        if tuple(file.layer for file in self.files) != self.layers or tuple(self.errors) != self.layers:
+            raise ValueError("files, errors and layers differ")
+        if any(Path(file.name).name != file.name for file in self.files):
+            raise ValueError("a file name leaves the folder")
+        if any(
+            len(table[projection]) != self.experts
+            for table in self.errors.values()
+            for projection in PROJECTIONS
+        ):
+            raise ValueError(f"the error table does not hold {self.experts} experts a layer")
+
+
+def errors_from_json(body: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, tuple[float, ...]]]:
+    """The error table as JSON keeps it (layers are strings there), in order of layers."""
+    return {
+        int(layer): {projection: tuple(map(float, table[projection])) for projection in PROJECTIONS}
+        for layer, table in sorted(body.items(), key=lambda item: int(item[0]))
+    }
