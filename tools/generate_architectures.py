@@ -126,7 +126,10 @@ def _role(tensor: torch.Tensor, module: Any) -> tuple[str | None, int | None]:
 def markdown() -> str:
     """The table of docs/models.md."""
     known = json.loads(TABLE.read_text(encoding="utf-8"))["architectures"]
-    rows = ["| model_type | class in transformers | experts in files, after `layers.N.` | activation |", "|---|---|---|---|"]
+    rows = [
+        "| model_type | class in transformers | experts in files, after `layers.N.` | activation |",
+        "|---|---|---|---|",
+    ]
     for name, entry in sorted(known.items()):
         if name in UNREADABLE:
             continue
@@ -137,8 +140,18 @@ def markdown() -> str:
         )
         kind = entry["activation"] + ("+post-norm" if entry["post_norm"] else "")
         rows.append(f"| {name} | {entry['class']} | {names} | {kind or 'that of config.json'} |")
-    rows += ["", "| model_type | read as |", "|---|---|", *(f"| {a} | {b} |" for a, b in sorted(ALIASES.items()))]
-    rows += ["", "| model_type | refused, because |", "|---|---|", *(f"| {a} | {b} |" for a, b in sorted(UNREADABLE.items()))]
+    rows += [
+        "",
+        "| model_type | read as |",
+        "|---|---|",
+        *(f"| {a} | {b} |" for a, b in sorted(ALIASES.items())),
+    ]
+    rows += [
+        "",
+        "| model_type | refused, because |",
+        "|---|---|",
+        *(f"| {a} | {b} |" for a, b in sorted(UNREADABLE.items())),
+    ]
     return "\n".join(rows)
 
 

@@ -177,8 +177,8 @@ def _values(kind: Any) -> dict[str, Any]:
         if model_type is None and isinstance(known.get(key), dict):
             model_type = known[key].get("model_type")
         chosen = sub
-        if sub is AutoConfig:  # the mapping is lazy: only indexing loads a class
-            chosen = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
+        if sub is AutoConfig:  # the mapping is lazy: only indexing loads a class, get() finds none
+            chosen = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
         if model_type and chosen:
             values[key] = {"model_type": model_type, **_values(chosen)}
     return values

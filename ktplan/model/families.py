@@ -200,7 +200,9 @@ def integer(config: Config, *keys: str, default: int | None = None) -> int:
 
 
 def layers(config: Config) -> int:
-    return integer(config, "num_hidden_layers", "num_layers", "n_layers")
+    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    default = len(kinds) if isinstance(kinds, (list, str)) else None
+    return integer(config, "num_hidden_layers", "num_layers", "n_layers", default=default)
 
 
 def experts(config: Config) -> int:

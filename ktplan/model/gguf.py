@@ -259,7 +259,7 @@ class GgufSource:
                     f"{self._path}: {self._arch}.{key} is {value!r}", hint="the metadata is damaged"
                 )
         if default is None:
-            raise BadInput(f"{self._path} lacks {self._arch}.{keys[0]}", hint="the metadata is damaged")
+            raise BadInput(f"{self._path} lacks {self._arch}.{keys[-1]}", hint="the metadata is damaged")
         return default
 
     def _find_family(self) -> Family:
@@ -405,5 +405,8 @@ def _dequantize(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
     if dtype in ("F32", "F16"):
         return np.frombuffer(raw, {"F32": "<f4", "F16": "<f2"}[dtype]).astype(np.float32).reshape(shape)
     rows = np.frombuffer(raw, np.uint8).reshape(*shape[:-1], -1)
-    found: Array = dequantize(rows, kind).astype(np.float32, copy=False)
+    with np.errstate(
+        all="ignore"
+    ):  # damaged scales give infinities, which whoever uses the weights has to refuse
+        found: Array = dequantize(rows, kind).astype(np.float32, copy=False)
     return np.ascontiguousarray(found.reshape(shape))

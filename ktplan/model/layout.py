@@ -20,6 +20,7 @@ MISMATCH = "config.json and weights belong to different models"
 _LAYERS = r"(?:layers|blocks|h)"
 _OTHER_TOWERS = re.compile(r"visual|vision|vit\b|audio|speech|image|talker|code2wav|encoder\.layers")
 _PREDICTION = re.compile(r"(^|\.)(mtp\w*|nextn\w*|eagle\w*|draft\w*)(\.|$)")
+_ORDER = ("gate", "gate_up", "up", "down")  # in which missing tensors are named
 
 Parts = dict[str, TensorInfo]  # part ("weight", "scale" ...) to tensor
 Roles = dict[str, Parts]  # role ("gate", "up", "down", "gate_up") to parts
@@ -147,18 +148,21 @@ class Experts:
             if layer >= self.sizes.layers:
                 continue
             for expert, roles in held.experts.items():
-                if layer not in self.sizes.moe_layers or (expert or 0) >= self.sizes.experts:
+                if (
+                    layer not in self.sizes.moe_layers
+                    or (expert or 0) >= self.sizes.experts + self.sizes.idle
+                ):
                     self._refuse_uncounted(roles)
 
     def _check_layer(self, layer: int) -> None:
         held = self._layers.get(layer)
         if held is None:
             form = next(iter(self._layers.values())).form if self._layers else self._family.forms[0]
-            raise self._missing(form, layer, 0, next(iter(form.roles)))
+            raise self._missing(form, layer, 0, min(form.roles, key=_ORDER.index))
         held.transposed = held.form.fused and self._is_transposed(held.experts.get(None, {}))
         for expert in range(1 if held.form.fused else self.sizes.experts):
             roles = held.experts.get(None if held.form.fused else expert, {})
-            for role in sorted(held.form.roles, key=("gate", "gate_up", "up", "down").index):
+            for role in sorted(held.form.roles, key=_ORDER.index):
                 if set(roles.get(role, ())) <= {"bias"}:
                     raise self._missing(held.form, layer, expert, role)
                 self.matrix(layer, expert, role)

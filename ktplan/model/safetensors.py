@@ -130,7 +130,10 @@ class SafetensorsSource:
         matrix = self._experts.matrix(layer, expert, role)
         index = expert if matrix.stacked else None
         pieces = {name: read_piece(info, index) for name, info in matrix.parts.items()}
-        found = decode(matrix.encoding, pieces, matrix.rows, matrix.columns, self._hints)
+        with np.errstate(
+            all="ignore"
+        ):  # whoever uses the weights has to look for numbers that are not finite
+            found = decode(matrix.encoding, pieces, matrix.rows, matrix.columns, self._hints)
         return np.ascontiguousarray(found.T) if matrix.transposed else found
 
     def _bias(self, info: TensorInfo, layer: int, expert: int) -> Array:

@@ -51,7 +51,7 @@ def _refuse_gaps(root: Path, files: list[Path]) -> None:
         if found := _NUMBERED.fullmatch(file.name):
             before, _, of, count, after = found.groups()
             every = [f"{before}{n:05d}{of}{count}{after}" for n in range(1, int(count) + 1)]
-            _refuse_absent(root, every, [name for name in every if name not in there], "the numbered files")
+            _refuse_absent(root, every, [name for name in every if name not in there], "numbered files")
 
 
 def _refuse_absent(root: Path, wanted: list[str], absent: list[str], whose: str) -> None:

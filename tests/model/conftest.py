@@ -16,7 +16,7 @@ HIDDEN, INTERMEDIATE, EXPERTS = 64, 32, 3
 Tensors = Mapping[str, tuple[str, np.ndarray]]  # name to safetensors dtype and the values that hold its bits
 
 
-def write_safetensors(path: Path, tensors: Tensors) -> None:
+def write_file(path: Path, tensors: Tensors) -> None:
     header, place = {}, 0
     for name, (dtype, array) in tensors.items():
         header[name] = {
@@ -39,7 +39,10 @@ def write_checkpoint(
 ) -> Path:
     """`encode(expert, role, rows, columns)` gives suffix to dtype and values of one matrix."""
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, intermediate = config.get("hidden_size", HIDDEN), config.get("moe_intermediate_size", INTERMEDIATE)
+    hidden, intermediate = (
+        config.get("hidden_size", HIDDEN),
+        config.get("moe_intermediate_size", INTERMEDIATE),
+    )
     said = {
         "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": 2,
         "hidden_size": hidden, "moe_intermediate_size": intermediate, "vocab_size": 8, "num_attention_heads": 2,
@@ -56,11 +59,11 @@ def write_checkpoint(
             for suffix, stored in encode(expert, role, rows, columns).items():
                 tensors[stem + suffix] = stored
     if shard_of is None:
-        write_safetensors(folder / "model.safetensors", tensors)
+        write_file(folder / "model.safetensors", tensors)
         return folder
     places = {name: f"part-{shard_of(name)}.safetensors" for name in tensors}
     for file in set(places.values()):
-        write_safetensors(folder / file, {name: tensors[name] for name in tensors if places[name] == file})
+        write_file(folder / file, {name: tensors[name] for name in tensors if places[name] == file})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return folder
 
@@ -68,3 +71,8 @@ def write_checkpoint(
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
     return lambda encode, *args, **kwargs: write_checkpoint(tmp_path / "model", encode, *args, **kwargs)
+
+
+@pytest.fixture
+def write_safetensors() -> Callable[[Path, Tensors], None]:
+    return write_file

@@ -71,7 +71,11 @@ def test_unpacking_words_undoes_dense_packing(bits: int, values: list[int]) -> N
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
 def test_plain_floats_are_widened_exactly(name: str, checkpoint: Write) -> None:
     torch = pytest.importorskip("torch")
-    held = {"bfloat16": ("BF16", torch.int16), "float16": ("F16", torch.int16), "float32": ("F32", torch.int32)}[name]
+    held = {
+        "bfloat16": ("BF16", torch.int16),
+        "float16": ("F16", torch.int16),
+        "float32": ("F32", torch.int32),
+    }[name]
 
     def encode(generator: np.random.Generator, rows: int, columns: int) -> tuple[Stored, np.ndarray]:
         tensor = torch.from_numpy(generator.normal(size=(rows, columns))).to(getattr(torch, name))
@@ -114,7 +118,7 @@ def test_fp8_blocks_with_padded_edges(
     said = {"quant_method": "fp8", "weight_block_size": list(block)}
     # all scales in another file, as published models may have them
     folder = checkpoint(keeper, said, shard_of=lambda name: int("scale" in name))
-    keeper.check(folder, "float8 per block")
+    keeper.check(folder, "float8 per block" if block < (128, 128) else "float8 per tensor")
 
 
 @pytest.mark.parametrize("kind", ["tensor", "channel"])
@@ -144,7 +148,9 @@ def test_a_scale_grid_of_another_block_size_is_refused_before_work(checkpoint: W
             ".weight_scale_inv": ("F32", np.ones(shape, np.float32)),
         }
 
-    with pytest.raises(BadInput, match=r"experts\.0\.gate_proj\.weight_scale_inv has shape \[3, 5\].*blocks of \[128"):
+    with pytest.raises(
+        BadInput, match=r"experts\.0\.gate_proj\.weight_scale_inv has shape \[3, 5\].*blocks of \[128"
+    ):
         open_source(checkpoint(encode, {"quant_method": "fp8"}))
 
 
@@ -155,7 +161,9 @@ def test_fp8_and_fp4_equal_transformers_dequantizer() -> None:
     theirs = finegrained.Fp8Dequantize(None)
     generator = np.random.default_rng(0)
     codes, scale = fp8_codes(generator, (256, 384)), generator.normal(size=(2, 3)).astype(np.float32)
-    wanted = theirs._dequantize_one(torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scale))
+    wanted = theirs._dequantize_one(
+        torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scale)
+    )
     pieces = {"weight": Piece("F8_E4M3", codes), "scale": Piece("F32", scale)}
     np.testing.assert_array_equal(decoded(pieces, 256, 384), wanted.numpy())
     pairs = generator.integers(-128, 128, (64, 48), np.int8)  # DeepSeek-V4's experts
@@ -165,9 +173,7 @@ def test_fp8_and_fp4_equal_transformers_dequantizer() -> None:
     np.testing.assert_array_equal(decoded(pieces, 64, 96), wanted.numpy())
 
 
-def decoded(
-    pieces: dict[str, Piece], rows: int, columns: int, hints: Hints | None = None
-) -> np.ndarray:
+def decoded(pieces: dict[str, Piece], rows: int, columns: int, hints: Hints | None = None) -> np.ndarray:
     parts = {name: Part(piece.dtype, piece.data.shape, name) for name, piece in pieces.items()}
     hints = hints or Hints()
     return decode(recognise(parts, rows, columns, hints), pieces, rows, columns, hints)
@@ -218,17 +224,19 @@ def test_nvfp4_divides_or_multiplies_by_the_global_scale(style: str, checkpoint:
         }, local / float(number)  # fmt: skip
 
     keeper = Keeper(encode)
-    keeper.check(checkpoint(keeper, {"quant_method": style}), "nvfp4")  # rounded once: equal to double, rounded
+    keeper.check(
+        checkpoint(keeper, {"quant_method": style}), "nvfp4"
+    )  # rounded once: equal to double, rounded
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_gpt_oss_blocks_equal_transformers_dequantizer(tmp_path: Path) -> None:
+def test_gpt_oss_blocks_equal_transformers_dequantizer(
+    tmp_path: Path, write_safetensors: Callable[..., None]
+) -> None:
     """`_blocks` and `_scales`, interleaved gate and up rows, biases; compared with transformers' own function."""
     torch = pytest.importorskip("torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     import json
-
-    from conftest import write_safetensors  # the folder's own conftest
 
     generator = np.random.default_rng(3)
     count, hidden, inner, stem = 4, 64, 96, "model.layers.0.mlp.experts."
@@ -251,7 +259,11 @@ def test_gpt_oss_blocks_equal_transformers_dequantizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     write_safetensors(tmp_path / "model.safetensors", stored)
     source = open_source(tmp_path)
-    assert (source.spec.dtype, source.spec.activation, source.spec.expert_bias) == ("mxfp4", "swiglu-oai", True)
+    assert (source.spec.dtype, source.spec.activation, source.spec.expert_bias) == (
+        "mxfp4",
+        "swiglu-oai",
+        True,
+    )
     for expert in range(count):
         ours = source.expert(0, expert)
         both, bias = wanted["gate_up_proj"][expert].T, wanted["gate_up_proj_bias"][expert]
@@ -337,9 +349,13 @@ def test_gptq(bits: int, symmetric: bool, version: int, act_order: bool, checkpo
 
 def test_gptq_versions_are_told_from_the_words_where_they_can() -> None:
     def told(word: int, bits: int, **settings: Any) -> bool:
-        return stored_zero_is_less_one(np.full((2, 3), word, np.uint32).view(np.int32), bits, Hints("gptq", settings))
+        return stored_zero_is_less_one(
+            np.full((2, 3), word, np.uint32).view(np.int32), bits, Hints("gptq", settings)
+        )
 
-    assert told(0x77777777, 4, checkpoint_format="gptq_v2") and not told(0x88888888, 4, checkpoint_format="gptq")
+    assert told(0x77777777, 4, checkpoint_format="gptq_v2") and not told(
+        0x88888888, 4, checkpoint_format="gptq"
+    )
     assert told(0x7F7F7F7F, 8) and not told(0x80808080, 8)
     assert not told(0x77777777, 4, sym=False, checkpoint_format="gptq_v2")
     assert told(0x12345678, 4)
@@ -386,8 +402,12 @@ def test_int_quantized(asymmetric: bool, group: int, checkpoint: Write) -> None:
         codes = generator.integers(-128, 128, (rows, columns), np.int8)
         groups = columns // group if group else 1
         scale = generator.normal(size=(rows, groups)).astype(np.float32)
-        zero = generator.integers(-128, 128, (rows, groups), np.int8) if asymmetric else np.zeros((rows, groups))
-        values = (codes - np.repeat(zero, columns // groups, 1).astype(float)) * np.repeat(scale, columns // groups, 1)
+        zero = (
+            generator.integers(-128, 128, (rows, groups), np.int8) if asymmetric else np.zeros((rows, groups))
+        )
+        values = (codes - np.repeat(zero, columns // groups, 1).astype(float)) * np.repeat(
+            scale, columns // groups, 1
+        )
         stored = {".weight": ("I8", codes), ".weight_scale": ("F32", scale)}
         return stored | ({".weight_zero_point": ("I8", zero)} if asymmetric else {}), values
 
@@ -434,9 +454,13 @@ def bitsandbytes_parts(rows: int, columns: int) -> Stored:
     ("parts", "said", "words_"),
     [
         (bitsandbytes_parts, {"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
-        (bitsandbytes_parts, None, r"not known.*weight U8.*weight\.absmax F32"),
+        (bitsandbytes_parts, None, r"not known.*weight\.absmax F32.*weight U8"),
         (awq_parts, {"quant_method": "awq", "version": "gemv"}, "AWQ version 'gemv'"),
-        (gptq_parts, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "GPTQ checkpoint_format 'marlin'"),
+        (
+            gptq_parts,
+            {"quant_method": "gptq", "checkpoint_format": "marlin"},
+            "GPTQ checkpoint_format 'marlin'",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(
