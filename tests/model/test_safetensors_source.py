@@ -268,7 +268,7 @@ def rename(folder: Path, change: Callable[[str], str | list[str]], **config: Any
             body.append(raw[8 + length + begin : 8 + length + end])
             place += end - begin
     text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"".join(body))
     edit_config(folder, **config)
 
 
