@@ -2,7 +2,7 @@
 
 from ktplan.model.locate import locate
 from ktplan.model.opening import open_source, read_spec
-from ktplan.model.safetensors import SafetensorsSource
+from ktplan.model.safetensors import SafetensorsSource, open_safetensors
 from ktplan.model.source import ExpertWeights, WeightSource
 from ktplan.model.spec import ModelSpec
 
@@ -12,6 +12,7 @@ __all__ = [
     "SafetensorsSource",
     "WeightSource",
     "locate",
+    "open_safetensors",
     "open_source",
     "read_spec",
 ]

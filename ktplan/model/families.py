@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,13 @@ class Family:
     gate: str  # "" is act(gate) * up; else the name of what the experts compute instead
     gated: bool
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Projection to the name, with {layer} and {expert}, of the tensor that holds one expert's matrix."""
+        form = next(form for form in self.forms if not form.fused)
+        before = self.experts_module.split("layers.{layer}.")[0]
+        return {role: f"{before}layers.{{layer}}.{tail}.weight" for role, tail in form.roles.items()}
+
     def activation(self, config: Config) -> str:
         """The name of what an expert computes from gate and up."""
         act = next((config[key] for key in _ACTIVATIONS if isinstance(config.get(key), str)), "silu")
@@ -93,20 +100,28 @@ class Family:
 _ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 
 
-def family_of(config: Config) -> Family | None:
+def family_of(model_type: str) -> Family | None:
+    """The record for a config.json's `model_type` or a spec's `family`, or None.
+
+    Raises BadInput with the reason for an architecture whose experts are of another kind.
+    """
+    if model_type in UNREADABLE:
+        raise BadInput(
+            f"model_type '{model_type}' cannot be read: {UNREADABLE[model_type]}",
+            hint="docs/models.md lists what is read",
+        )
+    table = architectures()
+    return next((_family(name) for name in (model_type, ALIASES.get(model_type)) if name in table), None)
+
+
+def family_in(config: Config) -> Family | None:
     """The record for a config.json: by its model_type, else by that of the text model nested in it."""
     text = text_config(config)
-    for said in (config.get("model_type"), text.get("model_type")):
-        if said in UNREADABLE:
-            raise BadInput(f"model_type '{said}' cannot be read: {UNREADABLE[said]}")
-    table = architectures()
-    for said in (config.get("model_type"), text.get("model_type")):
-        for name in (said, ALIASES.get(str(said))):
-            if name in table:
-                family = _family(str(name), table[name])
-                nested = text is not config and said == text.get("model_type")
-                return _nested(family) if nested else family
-    return None
+    said, inner = str(config.get("model_type")), str(text.get("model_type"))
+    if (family := family_of(said)) is not None or text is config:
+        return family
+    family = family_of(inner)
+    return _nested(family) if family is not None else None
 
 
 def text_config(config: Config) -> Config:
@@ -131,12 +146,8 @@ def architectures() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _family_named(name: str) -> Family:
-    return _family(name, architectures()[name])
-
-
-def _family(name: str, entry: Mapping[str, Any]) -> Family:
-    forms = []
+def _family(name: str) -> Family:
+    entry, forms = architectures()[name], []
     for said in entry["forms"]:
         roles = {role: text for role, text in said.items() if role != "interleaved"}
         forms.append(Form(roles=roles, interleaved=bool(said.get("interleaved"))))
@@ -161,14 +172,7 @@ def _family(name: str, entry: Mapping[str, Any]) -> Family:
 def _nested(family: Family) -> Family:
     """The same family inside a multimodal model, as transformers nests it."""
     tail = family.experts_module.split("layers.{layer}.")[1]
-    return Family(
-        name=family.name,
-        experts_module=f"model.language_model.layers.{{layer}}.{tail}",
-        forms=family.forms,
-        prefixes=family.prefixes,
-        gate=family.gate,
-        gated=family.gated,
-    )
+    return replace(family, experts_module=f"model.language_model.layers.{{layer}}.{tail}")
 
 
 # ---------------------------------------------------------------- configuration keys

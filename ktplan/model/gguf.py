@@ -264,7 +264,7 @@ class GgufSource:
 
     def _find_family(self) -> Family:
         model_type = ARCHITECTURES.get(self._arch)
-        family = family_of({"model_type": model_type}) if model_type else None
+        family = family_of(model_type) if model_type else None
         if family is None:
             found = sorted({re.sub(r"\d+", "N", name) for name in self._tensors if "_exps" in name})
             raise BadInput(

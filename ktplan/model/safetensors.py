@@ -16,7 +16,7 @@ from ktplan.artifact import read_json_object
 from ktplan.errors import BadInput
 from ktplan.model import families
 from ktplan.model.encodings import METHODS, NUMPY, OTHER_VERSION, Hints, Piece, decode, floats
-from ktplan.model.families import Family, family_of, text_config
+from ktplan.model.families import Family, family_in, text_config
 from ktplan.model.header import TensorInfo, refuse_lfs_pointer
 from ktplan.model.layout import Experts, Sizes, expert_like
 from ktplan.model.shards import find_tensors
@@ -178,6 +178,11 @@ def fingerprint(facts: object, dense: Iterable[TensorInfo], experts: Iterable[Te
     return "sha256:" + digest.hexdigest()
 
 
+def widen(raw: bytes, dtype: str) -> Array:
+    """BF16, F16 or F32 bytes to float32, exactly."""
+    return floats(Piece(dtype, np.frombuffer(raw, NUMPY[dtype])))
+
+
 def read_piece(info: TensorInfo, index: int | None = None) -> Piece:
     """A whole tensor, or entry `index` of its first axis, in its stored type. Reads just those bytes."""
     if not info.shape:
@@ -261,7 +266,7 @@ def _sizes(text: Mapping[str, Any], root: Path) -> Sizes:
 
 
 def _family(config: Mapping[str, Any], path: Path, root: Path) -> Family:
-    family = family_of(config)
+    family = family_in(config)
     if family is not None:
         return family
     if not families.experts(text_config(config)):

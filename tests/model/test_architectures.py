@@ -125,13 +125,13 @@ def test_the_table_holds_every_architecture_that_transformers_stacks() -> None:
 @pytest.mark.parametrize("model_type", sorted(UNREADABLE))
 def test_other_kinds_of_experts_are_refused_with_the_reason(model_type: str) -> None:
     with pytest.raises(BadInput, match=f"{model_type}.*{UNREADABLE[model_type][:20]}"):
-        family_of({"model_type": model_type})
+        family_of(model_type)
 
 
 def test_every_alias_leads_to_a_record() -> None:
     assert {ALIASES[name] for name in ALIASES} <= set(architectures())
     for name in ALIASES:
-        assert family_of({"model_type": name}) is not None
+        assert family_of(name) is not None
 
 
 def test_the_documented_table_is_the_generated_one() -> None:
