@@ -1,7 +1,8 @@
 """A checkpoint in GGUF: described from headers alone, experts dequantized one at a time by gguf-py's own formulas.
 
 GGUF names are the same in every architecture: `blk.L.ffn_gate_exps.weight` is the stack of a layer's gate matrices,
-`blk.L.ffn_gate.E.weight` one of them (older files), `ffn_gate_up_exps` gate rows above up rows.
+`blk.L.ffn_gate.E.weight` one of them (older files), `ffn_gate_up_exps` gate rows above up rows. gguf-py is imported
+where it is needed: it costs 0.3 s, and other checkpoints do without.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ktplan.model.gguf import gguf_files, open_gguf
 from ktplan.model.safetensors import open_safetensors
 from ktplan.model.source import WeightSource
 from ktplan.model.spec import ModelSpec
@@ -15,8 +16,6 @@ def open_source(path: Path) -> WeightSource:
     Everything is checked before this returns: files present and whole, every expert there with its right shape,
     config and names in agreement. Raises BadInput naming the file, tensor and value otherwise.
     """
-    from ktplan.model.gguf import gguf_files, open_gguf  # gguf-py costs 0.3 s; only GGUF needs it
-
     if files := gguf_files(path):
         return open_gguf(path, files)
     return open_safetensors(path)

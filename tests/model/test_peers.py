@@ -92,6 +92,36 @@ def test_mxfp4_loaded_by_transformers(tmp_path: Path, write_safetensors: Callabl
     assert_equal_to(open_source(tmp_path), dict(experts_modules(theirs)))
 
 
+@pytest.mark.peer
+def test_awq_unpacked_by_autoawq(checkpoint: Callable[..., Path]) -> None:
+    import importlib.util
+
+    package = importlib.util.find_spec("awq")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("AutoAWQ is not installed")
+    file = Path(package.submodule_search_locations[0]) / "utils" / "packing_utils.py"
+    described = importlib.util.spec_from_file_location(
+        "packing_utils", file
+    )  # the package itself wants a GPU
+    assert described is not None and described.loader is not None
+    theirs = importlib.util.module_from_spec(described)
+    described.loader.exec_module(theirs)
+    wanted: dict[tuple[int, str], np.ndarray] = {}
+
+    def encode(expert: int, role: str, rows: int, columns: int) -> dict[str, tuple[str, np.ndarray]]:
+        generator = np.random.default_rng([expert, len(role)])
+        qweight = generator.integers(-(2**31), 2**31, (columns, rows // 8)).astype(np.int32)
+        qzeros = generator.integers(-(2**31), 2**31, (columns // 16, rows // 8)).astype(np.int32)
+        scales = generator.normal(size=(columns // 16, rows)).astype(np.float16)
+        arguments = (torch.from_numpy(qweight), torch.from_numpy(qzeros), torch.from_numpy(scales).float())
+        wanted[expert, role] = theirs.dequantize_gemm(*arguments, 4, 16).T.numpy()
+        return {".qweight": ("I32", qweight), ".qzeros": ("I32", qzeros), ".scales": ("F16", scales)}
+
+    source = open_source(checkpoint(encode, {"quant_method": "awq"}))
+    for (expert, role), values in wanted.items():
+        np.testing.assert_array_equal(getattr(source.expert(0, expert), role), values)
+
+
 # ---------------------------------------------------------------- compressed-tensors' own compressors
 
 INT = {"type": "int", "symmetric": True}
