@@ -335,12 +335,22 @@ _RULES: tuple[tuple[str, Callable[[Config], Chooser]], ...] = (
 )
 
 
+_NO_CACHE = (
+    "linear",
+    "mamba",
+    "conv",
+    "recurrent",
+    "moe",
+    "mlp",
+)  # in the names of layers without a growing cache
+
+
 def kv_bytes(config: Config) -> int:
     """Bytes of a token's cache over all layers, 2 bytes an element; layers of linear attention keep no such cache."""
-    kinds = config.get("layer_types")
+    kinds = config.get("layer_types") or config.get("layers_block_type")
     counted = layers(config)
     if isinstance(kinds, list):
-        counted = sum("attention" in str(kind) and "linear" not in str(kind) for kind in kinds[:counted])
+        counted = sum(not any(word in str(kind) for word in _NO_CACHE) for kind in kinds[:counted])
     if integer(config, "kv_lora_rank", default=0):
         # Latent attention caches one compressed vector and the rotary part of the key (DeepSeek-V2, section 2.1).
         return (integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim")) * 2 * counted

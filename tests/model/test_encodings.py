@@ -481,6 +481,20 @@ def test_a_part_that_is_missing_is_noticed(checkpoint: Write) -> None:
         open_source(checkpoint(encode))
 
 
+def test_fp8_whose_scale_is_lost_is_not_taken_for_plain_numbers(checkpoint: Write) -> None:
+    def encode(expert: int, role: str, rows: int, columns: int) -> Stored:
+        stored = {
+            ".weight": ("F8_E4M3", np.zeros((rows, columns), np.uint8)),
+            ".weight_scale_inv": ("F32", np.ones((1, 1), np.float32)),
+        }
+        if (expert, role) == (2, "down"):
+            del stored[".weight_scale_inv"]
+        return stored
+
+    with pytest.raises(BadInput, match=r"experts\.2\.down_proj\.weight is FP8.*its scale is missing"):
+        open_source(checkpoint(encode, {"quant_method": "fp8"}))
+
+
 def test_an_act_order_index_that_points_nowhere_is_refused_when_read(checkpoint: Write) -> None:
     def encode(expert: int, role: str, rows: int, columns: int) -> Stored:
         return {**gptq_parts(rows, columns), ".g_idx": ("I32", np.full(columns, 9, np.int32))}
@@ -488,3 +502,37 @@ def test_an_act_order_index_that_points_nowhere_is_refused_when_read(checkpoint:
     source = open_source(checkpoint(encode))
     with pytest.raises(BadInput, match="g_idx points to group 9 of 1"):
         source.expert(0, 0)
+
+
+def test_deepseek_v4_as_it_is_published(tmp_path: Path, write_safetensors: Callable[..., None]) -> None:
+    """Names without `model.`, FP4 experts with E8M0 scales, prediction under `mtp.N`."""
+    import json
+
+    generator, hidden, inner = np.random.default_rng(1), 64, 32
+    stored, wanted = {}, {}
+    for stem in ("layers.0.ffn.experts.{}.", "layers.1.ffn.experts.{}.", "mtp.0.ffn.experts.{}."):
+        for expert in range(3):
+            for name, rows, columns in (("w1", inner, hidden), ("w3", inner, hidden), ("w2", hidden, inner)):
+                pairs = generator.integers(-128, 128, (rows, columns // 2), np.int8)
+                exponent = generator.integers(110, 130, (rows, columns // 32)).astype(np.uint8)
+                key = stem.format(expert) + name
+                stored |= {key + ".weight": ("I8", pairs), key + ".scale": ("F8_E8M0", exponent)}
+                wanted[key] = nibble_values(pairs) * np.repeat(
+                    np.exp2(exponent.astype(float) - 127), 32, axis=1
+                )
+    config = {
+        "model_type": "deepseek_v4", "num_hidden_layers": 2, "n_routed_experts": 3, "num_experts_per_tok": 2,
+        "hidden_size": hidden, "moe_intermediate_size": inner, "vocab_size": 8, "num_attention_heads": 2,
+        "max_position_embeddings": 64, "swiglu_limit": 10.0, "quantization_config": {"quant_method": "fp8"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_safetensors(tmp_path / "model.safetensors", stored)
+    source = open_source(tmp_path)
+    assert (source.spec.dtype, source.spec.activation) == ("mxfp4", "swiglu-clamped")
+    assert len(source.beyond_names()) == 18 and source.dense_names() == []
+    for layer in range(2):
+        for expert in range(3):
+            found = source.expert(layer, expert)
+            for field, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+                key = f"layers.{layer}.ffn.experts.{expert}.{name}"
+                np.testing.assert_array_equal(getattr(found, field), wanted[key].astype(np.float32))

@@ -366,3 +366,31 @@ def test_a_layer_stored_in_two_ways_is_refused(copy: Path) -> None:
     )
     with pytest.raises(BadInput, match="one of two ways in which layer 1 stores its experts"):
         open_source(copy)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 2 * 2 * 16 * 2 * 4),
+        ({"head_dim": 32}, 2 * 2 * 32 * 2 * 4),
+        ({"layer_types": ["linear_attention", "full_attention", "conv", "hybrid"]}, 2 * 2 * 16 * 2 * 2),
+        ({"kv_lora_rank": 64, "qk_rope_head_dim": 8}, (64 + 8) * 2 * 4),
+    ],
+)
+def test_the_cache_of_a_token_counts_the_layers_that_keep_one(config: dict[str, Any], expected: int) -> None:
+    from ktplan.model.families import kv_bytes
+
+    base = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert kv_bytes({**base, **config}) == expected
+
+
+def test_the_thinker_of_an_omni_model_is_read_and_its_talker_left_alone(copy: Path, tiny: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    rename(copy, lambda name: ["thinker." + name, "talker." + name])
+    text = {**config, "model_type": "qwen3_omni_moe_text"}
+    omni = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": text}, "talker_config": {}}
+    (copy / "config.json").write_text(json.dumps(omni))
+    source = open_source(copy)
+    assert source.spec.expert_params == open_source(tiny).spec.expert_params
+    assert source.expert_names(2, 1)["down"] == "thinker.model.layers.2.mlp.experts.1.down_proj.weight"
+    np.testing.assert_array_equal(source.expert(2, 1).down, open_source(tiny).expert(2, 1).down)

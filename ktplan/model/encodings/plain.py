@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ktplan.errors import BadInput
 from ktplan.model.encodings.pieces import Encoding, Floats, Hints, Part, Piece, expect, floats
 
 _NAMES = {
@@ -24,7 +25,13 @@ def _fits(parts: Mapping[str, Part], rows: int, columns: int) -> bool:
 
 
 def _check(parts: Mapping[str, Part], rows: int, columns: int, hints: Hints) -> None:
-    expect(parts["weight"], (rows, columns))
+    weight = parts["weight"]
+    expect(weight, (rows, columns))
+    if weight.dtype.startswith("F8") and hints.method:
+        raise BadInput(
+            f"{weight.name} is FP8 of quant_method '{hints.method}' and its scale is missing",
+            hint="the download is incomplete",
+        )
 
 
 def _decode(pieces: Mapping[str, Piece], rows: int, columns: int, hints: Hints) -> Floats:
