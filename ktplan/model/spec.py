@@ -22,8 +22,8 @@ class ModelSpec:
     moe_intermediate: int
     vocab: int
     context: int  # longest sequence in tokens
-    activation: str
-    dtype: str  # of the stored experts: "bfloat16", "float16", "float32"
+    activation: str  # what an expert does with gate and up: "silu" is down(silu(gate) * up); others by name
+    dtype: str  # how the experts are stored: "bfloat16", "float8 per block", "mxfp4", "int4 pack-quantized", "Q4_K" ...
     tied_embeddings: bool
     fused: bool  # experts of a layer stored as one tensor a projection
     dense_params: int
@@ -32,6 +32,7 @@ class ModelSpec:
     expert_bytes: int
     kv_bytes_per_token: int  # all layers, 2-byte cache
     experts_module: str  # "model.layers.{layer}.mlp.experts": the module that holds a layer's routed experts
+    expert_bias: bool = False  # experts add biases (gpt-oss)
     fingerprint: str  # sha256 of config, tensor headers and a sample of the dense weights
 
     @property
