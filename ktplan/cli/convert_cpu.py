@@ -13,7 +13,7 @@ from ktplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from ktplan.convert.cpu import Plan, Report
-    from ktplan.model import SafetensorsSource
+    from ktplan.model import WeightSource
 
 
 @click.command("convert-cpu")
@@ -98,7 +98,7 @@ def convert_cpu_command(
     out.hint(f"ktplan run {model_word(model)} --store {output}")
 
 
-def _note_what_is_left_out(source: SafetensorsSource, out: Output) -> None:
+def _note_what_is_left_out(source: WeightSource, out: Output) -> None:
     if beyond := source.beyond_names():
         out.note(
             f"left out: {len(beyond)} tensors of layers from {source.spec.layers} on, which config.json does not count "

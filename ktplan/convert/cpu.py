@@ -82,6 +82,7 @@ def plan_cpu(
     illegal number of parts or an output that is in use, DoesNotFit for a disk that is too small.
     """
     spec = source.spec
+    spec.check_plain_experts()
     check_parts(spec, scheme.bits, numa_parts)
     job, shape = _job(source, scheme, numa_parts), _shape(source, scheme, numa_parts)
     bytes_out = sum(shard_bytes(shape, layer, _facts(job)) for layer in job.layers)

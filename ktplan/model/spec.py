@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ktplan.errors import BadInput
+
+PLAIN_ACTIVATIONS = ("silu", "swish")  # two names of one function
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -48,6 +52,20 @@ class ModelSpec:
     def experts_module_name(self, layer: int) -> str:
         """Dotted name of the module with a layer's routed experts."""
         return self.experts_module.format(layer=layer)
+
+    def check_plain_experts(self) -> None:
+        """Raise BadInput unless an expert is down(silu(gate) * up) without biases, which is all that the store and
+        both engines compute.
+        """
+        extra = "biases" if self.expert_bias else None
+        if self.activation not in PLAIN_ACTIVATIONS:
+            extra = f"the activation '{self.activation}'"
+        if extra:
+            raise BadInput(
+                f"{self.name}: experts of {self.model_type} have {extra}; only silu-gated experts without biases "
+                "can be converted and run",
+                hint="inspect, profile without a store, and place work on this model",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

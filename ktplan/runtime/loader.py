@@ -19,7 +19,7 @@ from torch import nn
 
 from ktplan import network
 from ktplan.errors import BadInput, BadUsage, DoesNotFit
-from ktplan.model import ExpertWeights, SafetensorsSource, open_source
+from ktplan.model import ExpertWeights, WeightSource, open_safetensors
 from ktplan.progress import SILENT, Progress, Task
 from ktplan.rules import Rules
 from ktplan.runtime.device_experts import DeviceExperts
@@ -65,7 +65,7 @@ class Network:
     """A network ready to run, and what it took to get there."""
 
     model: Any
-    source: SafetensorsSource
+    source: WeightSource
     experts: Mapping[int, HybridExperts]  # by layer
     placement: Placement
     counters: RouteCounters
@@ -79,7 +79,7 @@ def open_sources(model: Path, store: Path | None = None, gpu_weights: Path | Non
     """Open what the command line names. Raises BadInput when store or GPU weights belong to another model."""
     if store is None and gpu_weights is None:
         return Sources(model=model)
-    spec = open_source(model).spec
+    spec = open_safetensors(model).spec
     opened = ExpertStore.open(store) if store else None
     if opened:
         opened.check_model(spec)
@@ -96,7 +96,7 @@ def rules_of_plan(plan: PlacementPlan, model: Path) -> Rules:
     """A placement plan as rules. Raises BadInput when it was made for another model."""
     from ktplan.placement.emit import to_rules
 
-    spec = open_source(model).spec
+    spec = open_safetensors(model).spec
     return replace(to_rules(plan.for_model(spec), spec, dialect="ktplan"), origin="rules of the plan")
 
 
@@ -165,7 +165,8 @@ def build(
     checkpoint or GPU weights that lack an expert.
     """
     started = time.monotonic()
-    source = open_source(prepared.sources.model)
+    source = open_safetensors(prepared.sources.model)
+    source.spec.check_plain_experts()
     model = prepared.skeleton
     experts = build_experts(
         prepared, source, threads=threads, activation_bits=activation_bits, progress=progress
@@ -196,7 +197,7 @@ def build(
 
 def build_experts(
     prepared: Prepared,
-    source: SafetensorsSource,
+    source: WeightSource,
     *,
     threads: int | None = None,
     activation_bits: int = 16,
@@ -235,7 +236,7 @@ class _Builder:
     def __init__(
         self,
         prepared: Prepared,
-        source: SafetensorsSource,
+        source: WeightSource,
         counters: RouteCounters,
         threads: int | None,
         activation_bits: int,

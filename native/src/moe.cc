@@ -38,7 +38,7 @@ Range share(std::size_t total, std::size_t pieces, std::size_t i) {
 // What block b of `pieces` prefetches: its share of the next step. A single block reads each byte once and leaves it to the
 // hardware and to the kernel's own short look-ahead.
 Ahead ahead(const WeightStep* next, std::size_t pieces, std::size_t b) {
-  if (next == nullptr || pieces < AHEADMIN) return {};
+  if (next == nullptr || pieces < 2) return {};
   const Range lines = share(2 * kTileBytes / 64, pieces, b);
   return {next, lines.begin, lines.end};
 }
