@@ -77,9 +77,9 @@ _NAMES = 6  # tensors named in a note
 @click.option(
     "--min-tokens",
     type=click.IntRange(min=0),
-    default=0,
+    default=1,
     show_default=True,
-    help="Round experts that saw fewer tokens to nearest, instead of relying on the layer's other tokens.",
+    help="Round experts that saw fewer tokens to nearest; 0 fits those, too, to the layer's other tokens.",
 )
 @click.option(
     "--positive-scales",
@@ -110,8 +110,8 @@ def convert_gpu_command(
     """Quantize the routed experts of MODEL for the GPU: GPTQ W4A16 or W8A16.
 
     Calibration text runs through the model one layer at a time, so a model need not fit in memory. The folder is a
-    complete checkpoint in the GPTQ format that vLLM, SGLang and GPTQModel load; everything but the experts is copied
-    as it is. With --plan it holds just the experts of the plan. No expert comes out worse than by rounding to nearest.
+    complete checkpoint in the GPTQ format; everything but the experts is copied as it is. With --plan it holds just
+    the experts of the plan. No expert comes out worse than by rounding to nearest.
 
     \b
     Examples:
@@ -154,7 +154,7 @@ def convert_gpu_command(
         "convert-gpu-report", _report_body(report, source, corpus), lambda: _show_report(report, source, out)
     )
     if report.plan.folder.complete:
-        out.note(f"{output} is a model of its own: vLLM, SGLang and GPTQModel load it")
+        out.note(f"{output} is a model of its own in GPTQ form")
     else:
         out.note(f"{output} holds experts only and is no model of its own; it goes with {model_word(model)}")
     out.hint(
@@ -203,7 +203,7 @@ def _warnings(report: GpuReport) -> list[str]:
         ranges = "; ".join(f"layer {layer}: {ids}" for layer, ids in unreached.to_ranges().items())
         how = "rounded with the moments of their layer's other tokens"
         if report.plan.options.calibration.least_tokens > 0:
-            how = "rounded to nearest"
+            how = "rounded to nearest; more text would reach them"
         warnings.append(
             f"{len(unreached)} of {len(report.experts)} experts were never reached by the calibration text and were "
             f"{how} ({ranges})"

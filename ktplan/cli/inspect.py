@@ -73,7 +73,7 @@ def _quant_method(folder: Path) -> str | None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(config["quantization_config"]["quant_method"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # whatever is wrong with that file, reading it as a model will say so
 
 
@@ -177,7 +177,7 @@ def _store(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], N
 
 
 def _gptq(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], None]]:
-    from ktplan.convert.gpu import GptqCheckpoint
+    from ktplan.convert.gptq_checkpoint import GptqCheckpoint
 
     checkpoint = GptqCheckpoint.open(path)
     body = checkpoint.to_dict()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +33,16 @@ from ktplan.convert.expert_rounding import (
     stacked,
 )
 from ktplan.convert.gptq_checkpoint import GptqCheckpoint
-from ktplan.convert.gptq_folder import FolderWriter, Linear, expert_linears, pieces, quantization_config
+from ktplan.convert.gptq_folder import (
+    FolderWriter,
+    Linear,
+    expert_linears,
+    pieces,
+    quantization_config,
+    unreadable,
+)
 from ktplan.convert.gpu_plan import GpuOptions, GpuPlan, plan_gpu
-from ktplan.errors import BadInput, BadUsage
+from ktplan.errors import BadInput, BadUsage, DoesNotFit
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.model import ExpertWeights, WeightSource
 from ktplan.model.safetensors import widen
@@ -122,7 +130,7 @@ def convert_gpu(
             "GPTQ needs calibration text",
             hint="give --dataset FILE... or --dataset corpus:profile, or --method rtn",
         )
-    with new_directory(out) as folder:
+    with new_directory(out) as folder, _memory_explained(plan):
         work = _Work(source, plan, FolderWriter(folder, plan.folder))
         text: Text | None = None
         if options.method == "gptq" and corpus is not None:
@@ -146,6 +154,16 @@ def convert_gpu(
         )
         work.writer.publish(source, _settings(source, plan), _record(source, report, corpus))
     return report
+
+
+@contextmanager
+def _memory_explained(plan: GpuPlan) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as fault:
+        raise DoesNotFit(
+            f"the memory of {plan.device} ran out", hint="use --device cpu, or free memory on that device"
+        ) from fault
 
 
 class _Work:
@@ -269,8 +287,11 @@ class _Work:
         self.experts.append(ExpertRow(layer, expert, result.tokens, *outcomes))
 
     def _read(self, layer: int, expert: int) -> ExpertWeights:
-        weights = self._source.expert(layer, expert)
         names = self._source.expert_names(layer, expert)
+        try:
+            weights = self._source.expert(layer, expert)
+        except OSError as fault:
+            raise unreadable(self._source.file_of(names["down"]), fault) from fault
         for projection, matrix in zip(PROJECTIONS, weights, strict=True):
             _refuse_unusable(
                 self._source, names[projection], f"layer {layer}, expert {expert}, {projection}", matrix

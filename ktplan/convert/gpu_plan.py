@@ -21,7 +21,7 @@ from ktplan import network
 from ktplan.convert.expert_rounding import Calibration, Method
 from ktplan.convert.gptq_folder import FolderPlan, Linear, companions_bytes, plan_folder, unquantized
 from ktplan.convert.job import existing
-from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError
+from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError, MachineLacks
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.model import WeightSource
 from ktplan.quant.gptq import Effort
@@ -30,6 +30,9 @@ from ktplan.units import format_bytes
 
 # What activations may take in memory before they are kept as bfloat16, and then in a file.
 _BUFFER_BYTES = 2 << 30
+# How quantized dense weights show: by type, or by the name of their words where the type says nothing.
+_QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8"})
+_QUANTIZED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", "_scale_inv")
 _RECORD_BYTES = 2048  # of gpu-experts.json and the index, for each expert: a generous allowance
 
 
@@ -83,6 +86,8 @@ def plan_gpu(
     no group fits; DoesNotFit for a disk that is too small.
     """
     spec = source.spec
+    spec.check_plain_experts()
+    _check_source(source, options, complete=experts is None)
     if experts is not None and options.include:
         raise BadUsage(
             "--include quantizes dense layers, a folder for a plan holds nothing but its experts",
@@ -118,8 +123,26 @@ def plan_gpu(
         disk_free=shutil.disk_usage(existing(out)).free,
         buffers=buffers,
         peak_memory=_peak_memory(source, options, buffers),
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=_device(options),
     )
+
+
+def _check_source(source: WeightSource, options: GpuOptions, *, complete: bool) -> None:
+    """Config and dense weights must be such that the network can be built, or the folder completed, from them."""
+    if not (source.root / "config.json").is_file():
+        raise BadInput(
+            f"{source.root} has no config.json: the GPTQ folder needs the model's own",
+            hint="give the safetensors folder of the model",
+        )
+    if not complete and options.method == "rtn":
+        return  # experts alone, and no forward pass
+    for name in source.dense_names():
+        if source.info(name).dtype in _QUANTIZED or name.endswith(_QUANTIZED_SUFFIXES):
+            raise BadInput(
+                f"{source.file_of(name)}: {name} is stored as {source.info(name).dtype}: the model's dense weights are "
+                "quantized, and a GPTQ folder cannot keep them so",
+                hint="give the bfloat16 version of the model, or convert the experts of a plan with --method rtn",
+            )
 
 
 # What is to be quantized, and in which groups.
@@ -216,6 +239,21 @@ def _storable(
 
 
 # What it takes.
+
+
+def _device(options: GpuOptions) -> str:
+    if options.device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        raise BadUsage(f"--device '{options.device}' is no device", hint="e.g. cpu, cuda or cuda:1") from None
+    there = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type != "cpu" and (device.index or 0) >= there:
+        raise MachineLacks(
+            f"--device {options.device} is not there: {there} CUDA devices", hint="use --device cpu"
+        )
+    return options.device
 
 
 def _buffers(source: WeightSource, options: GpuOptions) -> Buffers:

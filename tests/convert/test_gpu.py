@@ -20,7 +20,7 @@ from ktplan import network
 from ktplan.convert.expert_rounding import Calibration, choose
 from ktplan.convert.gptq_folder import unquantized
 from ktplan.convert.gpu import GptqCheckpoint, GpuOptions, convert_gpu, plan_gpu
-from ktplan.errors import BadInput, BadUsage, DoesNotFit
+from ktplan.errors import BadInput, BadUsage, DoesNotFit, MachineLacks
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.model import open_source
 from ktplan.model.embedded import corpus_files
@@ -566,6 +566,30 @@ def resized(tiny: Path, folder: Path, hidden: int, inner: int) -> Path:
         tensors[f"{stem}.down_proj.weight"] = torch.randn(hidden, inner, dtype=torch.bfloat16)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def test_devices_that_are_not_there_are_refused(tiny: Path, tmp_path: Path) -> None:
+    for device, fault in (("cuda:99", MachineLacks), ("toaster", BadUsage)):
+        with pytest.raises(fault, match=device):
+            plan_gpu(open_source(tiny), tmp_path / "a", GpuOptions(bits=4, method="rtn", device=device))
+
+
+def test_quantized_dense_weights_go_with_a_plan_only(
+    bytes_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    def squeeze(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.self_attn.q_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    source = open_source(bytes_model("qwen3_moe", change=squeeze))
+    experts, rtn = ExpertSet([ExpertId(0, 1)]), GpuOptions(bits=4, method="rtn")
+    for options, chosen in ((rtn, None), (GpuOptions(bits=4), experts)):
+        with pytest.raises(
+            BadInput, match=r"q_proj\.weight is stored as F8_E4M3: .* dense weights are quantized"
+        ):
+            plan_gpu(source, tmp_path / "a", options, chosen)
+    convert_gpu(source, tmp_path / "a", rtn, experts=experts)
+    assert GptqCheckpoint.open(tmp_path / "a").experts == experts
 
 
 def test_the_group_size_falls_back_for_the_whole_model(tiny: Path, tmp_path: Path) -> None:
