@@ -112,7 +112,7 @@ def _files(names: tuple[str, ...]) -> tuple[Path, ...]:
         else:
             path = Path(name)
             if not path.is_file():
-                what = "is a folder" if path.is_dir() else "does not exist"
+                what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
                 raise BadUsage(f"--dataset {name} {what}", hint="name text or jsonl files")
             files.append(path)
     return tuple(files)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktplan.artifact import check_output_file
 from ktplan.cli.options import ByteSize, TokenCount, model_argument, output_options
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
@@ -123,9 +124,7 @@ def place_command(
         context=context,
         margin=margin,
     )
-    for source in filter(None, (profile_file, test_file)):
-        if output.exists() and output.samefile(source):
-            raise BadUsage(f"{output} is the profile itself", hint="name another file with -o")
+    check_output_file(output, sources=[path for path in (model, profile_file, test_file) if path])
     plan = make_plan(spec, profile, strategy=strategy, budget=budget, seed=seed)
     on_test = hit_rate(plan.gpu, test) if test else None
     plan.save(output)

@@ -159,7 +159,7 @@ def output_folder(folder: Path, job: Job) -> Iterator[Journal]:
                 raise
         return
     stopped: Journal | None = None
-    with new_directory(folder), _locked(folder):
+    with new_directory(folder):
         journal = Journal(folder, job, {})
         journal.save()
         try:

@@ -180,6 +180,7 @@ def _nested(family: Family) -> Family:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 _INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_MOST_LAYERS = 10_000
 _CONTEXT = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
 
 
@@ -206,7 +207,22 @@ def integer(config: Config, *keys: str, default: int | None = None) -> int:
 def layers(config: Config) -> int:
     kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern")
     default = len(kinds) if isinstance(kinds, (list, str)) else None
-    return integer(config, "num_hidden_layers", "num_layers", "n_layers", default=default)
+    count = integer(config, "num_hidden_layers", "num_layers", "n_layers", default=default)
+    if count > _MOST_LAYERS:
+        raise BadInput(f"config.json counts {count:,} layers; no model has so many", hint="check config.json")
+    return count
+
+
+def _numbers(config: Config, key: str) -> set[int]:
+    """A list of layer numbers, or text like "1,2,3"; absent and null are none. Raises BadInput for anything else."""
+    said = config.get(key) or ()
+    entries = said.split(",") if isinstance(said, str) else said
+    try:
+        return {int(entry) for entry in entries}
+    except (TypeError, ValueError):
+        raise BadInput(
+            f"config.json: {key} is {said!r}, a list of layer numbers is expected", hint="check config.json"
+        ) from None
 
 
 def experts(config: Config) -> int:
@@ -258,6 +274,11 @@ def _typed(key: str) -> Callable[[Config], Chooser]:
 
     def rule(config: Config) -> Chooser:
         kinds = config[key]
+        if not isinstance(kinds, list):
+            raise BadInput(
+                f"config.json: {key} is {kinds!r}, a list with one word a layer is expected",
+                hint="check config.json",
+            )
         return lambda n: n < len(kinds) and kinds[n] not in dense
 
     return rule
@@ -271,8 +292,7 @@ def _pattern(config: Config) -> Chooser:
 
 def _listed(key: str) -> Callable[[Config], Chooser]:
     def rule(config: Config) -> Chooser:
-        said = config[key]
-        chosen = {int(n) for n in (said.split(",") if isinstance(said, str) else said)}
+        chosen = _numbers(config, key)
         return lambda n: n in chosen
 
     return rule
@@ -313,7 +333,7 @@ def _after(key: str) -> Callable[[Config], Chooser]:
 
 def _qwen(config: Config) -> Chooser:
     # Qwen counts from one: with step 2 the layers 1, 3, 5 ... are MoE; null means no exception.
-    step, dense = integer(config, "decoder_sparse_step", default=1), set(config.get("mlp_only_layers") or ())
+    step, dense = integer(config, "decoder_sparse_step", default=1), _numbers(config, "mlp_only_layers")
     return lambda n: bool(step) and (n + 1) % step == 0 and n not in dense
 
 

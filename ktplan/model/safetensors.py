@@ -240,6 +240,11 @@ def _read_config(root: Path, path: Path) -> dict[str, Any]:
 
 def _hints(config: Mapping[str, Any], root: Path) -> Hints:
     said = config.get("quantization_config") or text_config(config).get("quantization_config") or {}
+    if not isinstance(said, Mapping):
+        raise BadInput(
+            f"{root / 'config.json'}: quantization_config is {said!r}, an object is expected",
+            hint="check config.json",
+        )
     method = str(said.get("quant_method") or said.get("method") or "")
     if method and method not in METHODS:
         raise BadInput(
@@ -255,6 +260,11 @@ def _sizes(text: Mapping[str, Any], root: Path) -> Sizes:
     count = families.experts(text)
     if not layers or not count:
         raise _dense_model(root)
+    if not 1 <= (chosen := families.top_k(text)) <= count:
+        raise BadInput(
+            f"{root / 'config.json'}: a token chooses {chosen} of {count} experts, 1 to {count} are possible",
+            hint="check config.json",
+        )
     return Sizes(
         layers=families.layers(text),
         moe_layers=layers,

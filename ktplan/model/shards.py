@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -69,6 +70,11 @@ def _indexed(root: Path, index: Path) -> dict[str, TensorInfo]:
     places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise BadInput(f"{index} has no weight_map", hint="download it again")
+    for name, file in places.items():
+        if not isinstance(file, str) or not file:
+            raise BadInput(
+                f"{index} names no file for {name} but {json.dumps(file)}", hint="download it again"
+            )
     wanted = sorted(set(places.values()))
     absent = [name for name in wanted if not (root / name).is_file()]
     _refuse_absent(root, wanted, absent, f"files named in {_INDEX}")
