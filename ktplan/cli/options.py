@@ -58,6 +58,11 @@ def model_argument(function: F) -> F:
     return click.argument("model", type=_ModelPath())(function)
 
 
+def optional_model_argument(function: F) -> F:
+    """MODEL where another option can name it: `model: Path | None`."""
+    return click.argument("model", type=_ModelPath(), required=False)(function)
+
+
 class ManyFiles(click.Option):
     """`--dataset A B C --other`: an option that takes all words up to the next option; may also be repeated."""
 

@@ -16,8 +16,8 @@ import numpy as np
 from ktplan.artifact import read_json_object
 from ktplan.errors import BadInput
 from ktplan.model.families import FAMILIES, Family, family_of, integer
-from ktplan.model.header import TensorInfo, read_header, refuse_lfs_pointer
-from ktplan.model.source import PROJECTIONS, Array, ExpertWeights
+from ktplan.model.header import ITEM_BYTES, TensorInfo, read_header, refuse_lfs_pointer
+from ktplan.model.source import PROJECTIONS, Array, ExpertWeights, Place
 from ktplan.model.spec import ModelSpec
 
 _INDEX = "model.safetensors.index.json"
@@ -102,6 +102,21 @@ class SafetensorsSource:
         gate_up = self._read(self._tensors[names["gate"]], expert)
         down = self._read(self._tensors[names["down"]], expert)
         return ExpertWeights(gate_up[: self._intermediate], gate_up[self._intermediate :], down)
+
+    def expert_places(self, layer: int, expert: int) -> tuple[Place, Place, Place] | None:
+        """Where gate, up and down lie: gate and up of a fused tensor are its first and second half."""
+        infos = [self._tensors[name] for name in self.expert_names(layer, expert).values()]
+        places = []
+        for number, info in enumerate(infos):
+            rows, columns = (
+                (self._hidden, self._intermediate) if number == 2 else (self._intermediate, self._hidden)
+            )
+            start = info.start
+            if self._fused:
+                start += expert * (info.bytes // self._experts)
+                start += rows * columns * ITEM_BYTES[info.dtype] if number == 1 else 0
+            places.append(Place(info.file, start, info.dtype, rows, columns))
+        return places[0], places[1], places[2]
 
     def expert_names(self, layer: int, expert: int) -> dict[str, str]:
         names = self._family.fused_names if self._fused else self._family.names

@@ -19,7 +19,7 @@ from ktplan.model.spec import ModelSpec
 from ktplan.progress import SILENT, Progress
 from ktplan.quant.rounding import F32, QuantizedRows, dequantize
 from ktplan.store.layout import U8, layout_for, unpack
-from ktplan.store.manifest import MANIFEST_FILE, PROGRESS_FILE, StoreFile, StoreManifest
+from ktplan.store.manifest import JOB_FILE, MANIFEST_FILE, StoreFile, StoreManifest
 
 _ALIGNMENT = 64  # bytes; what the kernels' loads ask for
 
@@ -107,7 +107,8 @@ class ExpertStore:
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """The float32 weights that the packed expert stands for, its parts put together."""
-        shape, bits = self._manifest.shape, self._manifest.bits
+        shape = self._manifest.shape
+        bits = shape.bits_of(layer, expert)
         pieces: dict[str, list[F32]] = {projection: [] for projection in PROJECTIONS}
         for part in range(shape.parts):
             packed = self.packed(layer, expert, part)
@@ -158,10 +159,10 @@ class ExpertStore:
 
 
 def _unfinished(path: Path) -> BadInput:
-    if (path / PROGRESS_FILE).is_file():
+    if (path / JOB_FILE).is_file():
         return BadInput(
             f"{path} is an unfinished conversion: there is no {MANIFEST_FILE} yet",
-            hint="run the same ktplan convert-cpu command again, it goes on where it stopped",
+            hint=f"ktplan convert-cpu --resume {path} goes on where it stopped",
         )
     return BadInput(
         f"{path} is not a finished expert store: there is no {MANIFEST_FILE}",
