@@ -1,0 +1,274 @@
+"""The experts of a layer, run by native code: which instruction set, how many threads, and the forward pass.
+
+The only importer of the compiled module. Arrays are used where they lie (numpy, or anything with `__dlpack__` on the
+CPU, such as torch tensors without gradient), read-only ones included; the caller keeps mapped files in place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ktplan import _native
+from ktplan.errors import BadInput, BadUsage, MachineLacks
+from ktplan.hardware import usable_cores
+
+T = TypeVar("T")
+F32 = npt.NDArray[np.float32]
+Numerics = Literal["ktplan", "upstream"]
+
+ISA_VARIABLE = "KTPLAN_ISA"
+SPIN_US = 100  # how long an idle thread waits awake: longer than the gap between two phases, far below a millisecond
+
+# layout id -> bits of a weight
+LAYOUT_BITS = {"kt-int8-n32-k64-vnni-v1": 8, "kt-int4-n32-k128-vnni-v1": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen(Generic[T]):
+    """A choice with its reason; `rejected` holds what would have been better, and why it is not."""
+
+    value: T
+    why: str
+    rejected: tuple[tuple[str, str], ...] = field(default=())
+
+
+def isa(wanted: str | None = None) -> Chosen[str]:
+    """The instruction set that kernels use: the best that runs here, or the lower one asked for.
+
+    `wanted` defaults to the environment's KTPLAN_ISA. A name that this build does not have, or one that the machine
+    cannot run, raises MachineLacks.
+    """
+    tables = _native.tables()
+    asked, source = wanted, "asked for"
+    if asked is None and os.environ.get(ISA_VARIABLE):
+        asked, source = os.environ[ISA_VARIABLE], f"{ISA_VARIABLE} asks for it"
+    runnable = [name for name, _, missing in tables if not missing]
+    rejected = [(name, missing) for name, _, missing in tables if missing]
+    if asked is None:
+        why = "the best in this build" if not rejected else "the best that this machine runs"
+        return Chosen(runnable[0], why, tuple(rejected))
+    known = {name: missing for name, _, missing in tables}
+    if asked not in known:
+        raise MachineLacks(
+            f"instruction set {asked!r} is not in this build ({source})", hint=f"use one of: {', '.join(runnable)}"
+        )
+    if known[asked]:
+        raise MachineLacks(
+            f"instruction set {asked!r} cannot run on this machine: {known[asked]} ({source})",
+            hint=f"use one of: {', '.join(runnable)}",
+        )
+    better = [(name, f"{source.replace('it', asked)}") for name in runnable[: runnable.index(asked)]]
+    return Chosen(asked, source, tuple(rejected + better))
+
+
+def available_isas() -> list[str]:
+    """Names of the instruction sets that run here, best first; the last is always "scalar"."""
+    return [name for name, _, missing in _native.tables() if not missing]
+
+
+def isa_words(name: str) -> str:
+    """The name as people write it: "AVX-512 VNNI"."""
+    return next(words for known, words, _ in _native.tables() if known == name)
+
+
+def cpu_features() -> list[str]:
+    """Processor features that kernels care for, as CPUID reports and the operating system allows them."""
+    return _native.cpu_features()
+
+
+class Pool:
+    """Threads that stay. The thread that calls `forward` is one of them, so `threads=2` starts one more."""
+
+    _default: Pool | None = None
+
+    def __init__(self, threads: int | None = None, *, spin_us: int = SPIN_US) -> None:
+        """`threads=None`: one a physical core that the process may use (one fewer above four)."""
+        if threads is None:
+            cores = usable_cores()
+            self.chosen = Chosen(cores.usable, cores.why)
+        else:
+            self.chosen = Chosen(threads, "asked for")
+        if not 1 <= self.chosen.value <= 1024:
+            raise BadUsage(f"{self.chosen.value} threads asked for", hint="use 1 to 1024")
+        self._native = _native.Pool(self.chosen.value, spin_us)
+
+    @classmethod
+    def default(cls) -> Pool:
+        """The pool that layers share when none is given; made at the first call."""
+        if cls._default is None:
+            cls._default = cls()
+        return cls._default
+
+    @property
+    def threads(self) -> int:
+        return self._native.threads
+
+
+class PackedExpert(NamedTuple):
+    """One expert's projections in tile order (1-D int8 or uint8) and their scales (1-D float32, one a row).
+
+    Rows are outputs: gate and up have `intermediate` rows of `hidden` inputs, down the other way round.
+    """
+
+    gate: npt.NDArray[Any]
+    gate_scale: F32
+    up: npt.NDArray[Any]
+    up_scale: F32
+    down: npt.NDArray[Any]
+    down_scale: F32
+
+
+class Pending:
+    """A forward pass that other threads compute; `result()` waits for it."""
+
+    def __init__(self, job: _native.Job, out: F32) -> None:
+        self._job = job
+        self._out = out
+
+    @property
+    def done(self) -> bool:
+        return self._job.done
+
+    def result(self) -> F32:
+        self._job.wait()
+        return self._out
+
+
+class ExpertLayer:
+    """The experts of one layer, ready to run.
+
+    `parts[p][e]` is part p of expert e, None for an expert that is not on this device: tokens routed to it get no
+    contribution. `intermediate` is the sum over the parts. `activation_bits`: 16 keeps activations as good as bf16 and
+    better; 8 is faster with many tokens and what kt-kernel does. `numerics="upstream"` (with 8 bits) also rounds to
+    bfloat16 where kt-kernel does, to compare with it.
+
+    Outputs are the same bits for every instruction set, thread count and batch.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[PackedExpert | None]],
+        *,
+        hidden: int,
+        intermediate: int,
+        bits: int,
+        threads_pool: Pool | None = None,
+        isa: str | None = None,
+        activation_bits: int = 16,
+        numerics: Numerics = "ktplan",
+    ) -> None:
+        """Raises BadUsage for sizes that no layout has, BadInput for arrays that do not have those sizes, MachineLacks."""
+        _check_sizes(parts, hidden, intermediate, bits, activation_bits, numerics)
+        self.hidden = hidden
+        self.intermediate = intermediate
+        self.bits = bits
+        self.activation_bits = activation_bits
+        self.numerics = numerics
+        self.pool = threads_pool if threads_pool is not None else Pool.default()
+        self.isa = _choose(isa)
+        self.experts = len(parts[0])
+        self.bytes = sum(
+            array.nbytes for part in parts for expert in part if expert is not None for array in expert
+        )
+        packed = [[None if expert is None else tuple(expert) for expert in part] for part in parts]
+        self._native = _native.Layer(
+            packed, hidden, bits, self.pool._native, self.isa.value, activation_bits, numerics
+        )
+
+    def forward(self, hidden: Any, top_k_index: Any, top_k_weights: Any, out: F32 | None = None) -> F32:
+        """The weighted sum of the experts' outputs, float32 [tokens, hidden].
+
+        hidden: [tokens, hidden] float32, or bfloat16 as a torch tensor or as the uint16 bit patterns of a numpy array.
+        top_k_index: int64 [tokens, choices]; -1, ids from the expert count on and absent experts contribute nothing.
+        top_k_weights: float32 [tokens, choices]. A NaN or an infinity in a token makes that token's output NaN alone.
+        Raises ValueError or TypeError, naming the argument, for other dtypes, shapes or orders.
+        """
+        result = self._output(hidden, out)
+        self._native.forward(hidden, top_k_index, top_k_weights, result)
+        return result
+
+    def submit(self, hidden: Any, top_k_index: Any, top_k_weights: Any, out: F32 | None = None) -> Pending:
+        """As `forward`, but returns at once; the arrays must not change until `result()` of the answer."""
+        result = self._output(hidden, out)
+        return Pending(self._native.submit(hidden, top_k_index, top_k_weights, result), result)
+
+    def read(self) -> int:
+        """Reads all weights once and returns their bytes: maps them into memory, and shows what memory alone costs."""
+        return self._native.read()
+
+    def _output(self, hidden: Any, out: F32 | None) -> F32:
+        if out is not None:
+            return out
+        shape = getattr(hidden, "shape", (0,))
+        return np.empty((shape[0] if shape else 0, self.hidden), np.float32)
+
+
+def _choose(name: str | None) -> Chosen[str]:
+    return isa(name)
+
+
+def _check_sizes(
+    parts: Sequence[Sequence[PackedExpert | None]],
+    hidden: int,
+    intermediate: int,
+    bits: int,
+    activation_bits: int,
+    numerics: str,
+) -> None:
+    if bits not in (8, 4):
+        raise BadUsage(f"experts of {bits} bits cannot run", hint="8 and 4 can")
+    if activation_bits not in (8, 16):
+        raise BadUsage(f"activations of {activation_bits} bits cannot run", hint="8 and 16 can")
+    if numerics not in ("ktplan", "upstream"):
+        raise BadUsage(f"numerics {numerics!r} is not known", hint="use 'ktplan' or 'upstream'")
+    if numerics == "upstream" and activation_bits != 8:
+        raise BadUsage("kt-kernel's numerics have 8-bit activations", hint="pass activation_bits=8")
+    if not parts or any(len(part) != len(parts[0]) for part in parts):
+        raise BadInput("every part must list the same experts")
+    widths = [_part_width(part, p, hidden, bits) for p, part in enumerate(parts)]
+    present = [width for width in widths if width is not None]
+    if present and sum(present) != intermediate:
+        raise BadInput(f"the parts are {' + '.join(map(str, present))} wide, not {intermediate} together")
+
+
+def _part_width(part: Sequence[PackedExpert | None], p: int, hidden: int, bits: int) -> int | None:
+    """The intermediate width of a part, after every array's size was found to agree with it; None if it has no expert."""
+    width: int | None = None
+    for e, expert in enumerate(part):
+        if expert is None:
+            continue
+        if width is None:
+            width = len(expert.gate_scale)
+        sizes = (width * hidden * bits // 8, width) * 2 + (width * hidden * bits // 8, hidden)
+        for name, array, size in zip(PackedExpert._fields, expert, sizes, strict=True):
+            if array.shape != (size,):
+                raise BadInput(f"expert {e}, part {p}: {name} has shape {array.shape}, expected ({size},)")
+    return width
+
+
+def quantize_rows(x: F32, bits: int, *, isa: str, numerics: Numerics = "ktplan") -> tuple[npt.NDArray[np.int32], F32]:
+    """Activations [rows, K] as the kernels see them: integer levels [rows, K] and scales [rows]. For tests."""
+    return _native.quantize(isa, x, bits, numerics)
+
+
+def dot_products(
+    x: F32, packed: npt.NDArray[Any], rows: int, bits: int, activation_bits: int, *, isa: str
+) -> npt.NDArray[np.int64]:
+    """The exact integers levels(x) @ levels(packed).T, [len(x), rows]; INT4 levels are 16 times the nibble. For tests."""
+    return _native.dots(isa, x, packed, rows, bits, activation_bits)
+
+
+def swiglu(gate: F32, up: F32, *, isa: str) -> F32:
+    """silu(gate) * up with the kernels' own exponential. For tests."""
+    return _native.swiglu(isa, gate, up)
+
+
+def round_bf16(x: F32, *, isa: str) -> F32:
+    """The nearest bfloat16 values, ties to even. For tests."""
+    return _native.round_bf16(isa, x)

@@ -1,0 +1,145 @@
+"""What a profile says: how unevenly experts are used, how much was never seen, and a picture of both."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ktplan.artifact import write_whole
+from ktplan.profile.profile import ActivationProfile, Counts
+
+SHARES = (0.10, 0.25, 0.50)  # of the experts of a layer, busiest first
+UNSEEN_LIMIT = 0.01  # an estimated share of unseen choices above this deserves a word
+SLOTS_PER_EXPERT = 50  # fewer choices an expert than this leave the order of experts to chance
+_RATIO_LIMIT = 8.0  # colours end at 1/8 and 8 times the uniform share
+
+
+class LayerUse(NamedTuple):
+    """How one layer's experts are used. Shares are fractions of the layer's routed slots."""
+
+    layer: int
+    slots: int  # tokens x top-k
+    used: int  # experts chosen at least once
+    unseen: int  # experts never chosen
+    busiest_shares: tuple[float, ...]  # served by the busiest 10, 25 and 50 % of the experts, in-sample
+    busiest_over_mean: float
+    entropy: float  # 1: all alike, 0: one expert takes all
+    unseen_mass: (
+        float  # chance that the next choice is an expert not yet seen (Good 1953: singletons / slots)
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        shares = {
+            f"busiest_{round(100 * share)}": got
+            for share, got in zip(SHARES, self.busiest_shares, strict=True)
+        }
+        return {**{key: value for key, value in self._asdict().items() if key != "busiest_shares"}, **shares}
+
+
+def layer_use(profile: ActivationProfile) -> list[LayerUse]:
+    """One row a MoE layer."""
+    return [_one_layer(layer, row) for layer, row in zip(profile.layers, profile.total(), strict=True)]
+
+
+def _one_layer(layer: int, counts: Counts) -> LayerUse:
+    experts, slots = len(counts), int(counts.sum())
+    ranked = np.sort(counts)[::-1]
+    # At least one expert: a tenth of eight experts is still the busiest one.
+    shares = tuple(float(ranked[: max(1, round(share * experts))].sum() / slots) for share in SHARES)
+    used = int(np.count_nonzero(counts))
+    chances = ranked[:used] / slots
+    entropy = float(-(chances * np.log(chances)).sum() / np.log(experts)) if experts > 1 else 1.0
+    return LayerUse(
+        layer=layer,
+        slots=slots,
+        used=used,
+        unseen=experts - used,
+        busiest_shares=shares,
+        busiest_over_mean=float(ranked[0] * experts / slots),
+        entropy=max(0.0, entropy),
+        unseen_mass=int(np.count_nonzero(counts == 1)) / slots,
+    )
+
+
+def single_document_mass(profile: ActivationProfile) -> float:
+    """Share of all choices that went to experts which one document alone chose.
+
+    The Good-Turing estimate with documents in place of tokens: tokens of a document choose alike, so a large value says
+    that another text would use other experts even where the counts look ample.
+    """
+    chosen_by = np.count_nonzero(profile.counts, axis=0)  # [layers, experts]
+    return float(profile.total()[chosen_by == 1].sum() / profile.counts.sum())
+
+
+def warnings(profile: ActivationProfile) -> list[str]:
+    """Sentences about a corpus that is too small to trust; empty when it is not."""
+    found = []
+    rows = layer_use(profile)
+    worst = max(rows, key=lambda row: row.unseen_mass)
+    if worst.unseen_mass > UNSEEN_LIMIT:
+        found.append(
+            f"in layer {worst.layer} about {100 * worst.unseen_mass:.1f} % of further choices would be experts that "
+            "this text never reached (Good-Turing): profile more text"
+        )
+    elif rows[0].slots < SLOTS_PER_EXPERT * profile.experts:
+        found.append(
+            f"{rows[0].slots:,} choices in each layer for {profile.experts:,} experts are few; the order of experts is "
+            f"partly chance: profile {SLOTS_PER_EXPERT * profile.experts // profile.top_k:,} tokens or more"
+        )
+    lonely = single_document_mass(profile)
+    if profile.documents > 1 and lonely > UNSEEN_LIMIT:
+        found.append(
+            f"{100 * lonely:.1f} % of choices went to experts that a single document chose: profile more documents"
+        )
+    if profile.documents < 2:
+        found.append("one document only: nothing can be said about other texts (no held-out hit rate)")
+    return found
+
+
+def save_plot(profile: ActivationProfile, path: Path) -> None:
+    """A heat map, layers down and experts across, as PNG: each cell's use relative to an even spread, log scale.
+
+    White is the even share, red above, blue below, grey never chosen.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    total = profile.total()
+    layers, experts = total.shape
+    relative = total * experts / total.sum(axis=1, keepdims=True)
+    seen = np.ma.masked_equal(np.clip(relative, 0, _RATIO_LIMIT), 0)
+    seen = np.ma.maximum(seen, 1 / _RATIO_LIMIT)
+    # A cell is at least a few pixels wide whatever the model, and a tiny model is no postage stamp.
+    width = min(24.0, max(7.0, 2.2 + 0.085 * experts))
+    height = min(18.0, max(2.6, 1.5 + 0.17 * layers))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_facecolor("0.6")
+    image = axes.imshow(
+        seen,
+        aspect="auto",
+        interpolation="nearest",
+        cmap="RdBu_r",
+        norm=LogNorm(vmin=1 / _RATIO_LIMIT, vmax=_RATIO_LIMIT),
+    )
+    step = -(-layers // 32)
+    rows = range(0, layers, step)
+    axes.set_yticks(list(rows), [str(profile.layers[row]) for row in rows])
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.set_title(
+        f"{profile.model}: {profile.token_count:,} tokens, top-{profile.top_k} of {experts}; grey: never chosen",
+        fontsize=10,
+    )
+    bar = figure.colorbar(image, ax=axes, ticks=[1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], pad=0.01)
+    bar.ax.set_yticklabels(["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+    bar.ax.minorticks_off()
+    bar.set_label("use / even share")
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
+    write_whole(path, picture.getvalue())

@@ -1,0 +1,77 @@
+// The packed expert weights, in kt-kernel's order: the file format in code.
+//
+// A projection has `n` outputs (rows) and `k` inputs. A row holds one signed byte an input (int8), or one byte for two
+// inputs (int4: in each 128 inputs, byte j has input j in its low and input 64 + j in its high nibble). Bytes lie in this
+// order, each level inside the one before:
+//
+//   n-block   64 rows (int8) or 128 rows (int4); the last may be shorter
+//   k-block   3584 or 1792 bytes of each row;    the last may be shorter
+//   step      32 rows: what one call of a kernel multiplies
+//   k-step    64 bytes of each row
+//   tile      16 rows: 1024 bytes, word w (4 bytes) of all 16 rows side by side, 16 words
+//
+// So a load of 64 bytes gives four consecutive inputs of 16 rows: the operand of vpdpbusd and of an AMX tile alike.
+// The same order, written independently in numpy, is the test of this header.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ktplan {
+
+inline constexpr std::size_t kStepRows = 32;        // rows a kernel call handles
+inline constexpr std::size_t kTileRows = 16;        // rows that share one 64-byte load
+inline constexpr std::size_t kTileBytes = 1024;
+inline constexpr std::size_t kStepBytes = 64;       // bytes of one row in a k-step
+inline constexpr std::size_t kMaxInputs = 65536;    // above it an int32 sum of products could overflow
+
+// Sizes that depend on the width of the weights.
+struct Layout {
+  std::size_t bits;         // 8 or 4
+  std::size_t block_rows;   // rows of a full n-block
+  std::size_t block_bytes;  // bytes of a row in a full k-block
+  std::size_t k_multiple;   // inputs must be a multiple of this
+
+  constexpr std::size_t row_bytes(std::size_t k) const { return k * bits / 8; }
+  constexpr std::size_t packed_bytes(std::size_t n, std::size_t k) const { return n * row_bytes(k); }
+};
+
+inline constexpr Layout kInt8Layout{.bits = 8, .block_rows = 64, .block_bytes = 3584, .k_multiple = 64};
+inline constexpr Layout kInt4Layout{.bits = 4, .block_rows = 128, .block_bytes = 1792, .k_multiple = 128};
+
+// 32 rows of a packed projection: what a kernel multiplies at a time.
+struct WeightStep {
+  const std::uint8_t* bytes;  // first byte of these rows in the first k-block
+  std::size_t block_rows;     // rows in the n-block that holds them
+  std::size_t index;          // which step of the n-block
+  std::size_t row_bytes;      // bytes of a whole row
+  const float* scale;         // one for each of the 32 rows
+};
+
+// Where k-block `kb` of the step begins, and how many bytes of each row it holds.
+struct Segment {
+  const std::uint8_t* bytes;
+  std::size_t row_bytes;
+};
+
+// step_at and segment_at are called by kernels compiled for different machines: static, so that each file keeps its own copy.
+static inline WeightStep step_at(const Layout& layout, const std::uint8_t* packed, const float* scale, std::size_t n,
+                                 std::size_t row_bytes, std::size_t step) {
+  const std::size_t row = step * kStepRows;
+  const std::size_t block = row / layout.block_rows;
+  const std::size_t first = block * layout.block_rows;
+  const std::size_t rest = n - first;
+  return WeightStep{.bytes = packed + first * row_bytes,
+                    .block_rows = rest < layout.block_rows ? rest : layout.block_rows,
+                    .index = (row - first) / kStepRows,
+                    .row_bytes = row_bytes,
+                    .scale = scale + row};
+}
+
+static inline Segment segment_at(const WeightStep& step, std::size_t block_bytes, std::size_t kb) {
+  const std::size_t rest = step.row_bytes - kb * block_bytes;
+  const std::size_t bytes = rest < block_bytes ? rest : block_bytes;
+  return Segment{.bytes = step.bytes + kb * block_bytes * step.block_rows + step.index * kStepRows * bytes, .row_bytes = bytes};
+}
+
+}  // namespace ktplan

@@ -1,0 +1,57 @@
+// The experts of one layer and their forward pass.
+//
+//   for each token t, in the order of its choices j:  y[t] += weight[t, j] * down(silu(gate(x)) * up(x))  of expert id[t, j]
+//
+// Tokens are grouped by expert. A token is quantized once; gate and up of the same columns are computed together; the product
+// row is quantized again, once. Where experts are split into parts (NUMA), each part's rows are quantized by themselves, and
+// the parts' results are added in order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ktplan/kernels.h"
+#include "ktplan/threads.h"
+
+namespace ktplan {
+
+struct Projection {
+  const std::uint8_t* bytes = nullptr;
+  const float* scale = nullptr;
+};
+
+struct Expert {
+  Projection gate, up, down;
+  bool present() const { return gate.bytes != nullptr; }
+};
+
+struct Layer {
+  const KernelTable* kernels;
+  Layout layout;
+  std::size_t hidden;
+  std::vector<std::size_t> intermediate;  // of each part
+  std::size_t experts;
+  std::vector<Expert> weights;  // [part][expert]
+  int activation_bits;
+  Numerics numerics;
+
+  const Expert& at(std::size_t part, std::size_t expert) const { return weights[part * experts + expert]; }
+};
+
+struct Call {
+  const void* hidden;  // [tokens, hidden]
+  bool bfloat16;       // of `hidden`; otherwise float32
+  const std::int64_t* ids;  // [tokens, choices]; below 0, at or above the expert count, or an absent expert: no contribution
+  const float* weights;     // [tokens, choices]
+  std::size_t tokens, choices;
+  float* out;  // [tokens, hidden]
+};
+
+// Throws std::bad_alloc only, before anything runs.
+void forward(const Layer& layer, Pool& pool, const Call& call);
+
+// Reads every byte of the weights once, on all threads; returns how many bytes. What memory alone costs.
+std::size_t read_weights(const Layer& layer, Pool& pool);
+
+}  // namespace ktplan

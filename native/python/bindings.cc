@@ -1,0 +1,416 @@
+// ktplan._native: the kernels for Python. Arrays come in through DLPack or the buffer protocol and are not copied; every
+// argument is checked here, and nothing below throws.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <exception>
+#include <string>
+
+#include "ktplan/isa.h"
+#include "ktplan/moe.h"
+#include "ktplan/threads.h"
+
+namespace nb = nanobind;
+using nb::dlpack::dtype_code;
+
+namespace ktplan {
+namespace {
+
+using Array = nb::ndarray<nb::ro>;
+using WritableArray = nb::ndarray<>;
+
+std::string kind_of(nb::handle h) { return nb::cast<std::string>(nb::handle(h.type()).attr("__name__")); }
+
+std::string words(nb::dlpack::dtype t) {
+  const char* kind = t.code == static_cast<std::uint8_t>(dtype_code::Float)  ? "float"
+                     : t.code == static_cast<std::uint8_t>(dtype_code::Bfloat) ? "bfloat"
+                     : t.code == static_cast<std::uint8_t>(dtype_code::Int)    ? "int"
+                     : t.code == static_cast<std::uint8_t>(dtype_code::UInt)   ? "uint"
+                                                                               : "type of bits: ";
+  return kind + std::to_string(t.bits);
+}
+
+bool is_type(nb::dlpack::dtype t, dtype_code code, int bits) {
+  return t.code == static_cast<std::uint8_t>(code) && t.bits == bits && t.lanes == 1;
+}
+
+template <typename Any>
+std::string shape_of(const Any& array) {
+  std::string out = "[";
+  for (std::size_t i = 0; i < array.ndim(); ++i) out += (i ? ", " : "") + std::to_string(array.shape(i));
+  return out + "]";
+}
+
+[[noreturn]] void wrong(const std::string& name, const std::string& expected, const std::string& got) {
+  throw nb::value_error((name + ": expected " + expected + ", got " + got).c_str());
+}
+
+// An array in C order on the CPU, of any type and shape; `name` is for the message.
+template <typename Any>
+Any array_from(nb::handle h, const std::string& name) {
+  Any array;
+  if (!nb::try_cast<Any>(h, array)) {
+    const std::string message =
+        name + ": expected an array (numpy, or one with __dlpack__ such as a torch tensor without gradient), got " + kind_of(h) +
+        (std::is_same_v<Any, WritableArray> ? " or a read-only array" : "");
+    throw nb::type_error(message.c_str());
+  }
+  if (array.device_type() != nb::device::cpu::value) wrong(name, "an array in CPU memory", "one on another device");
+  std::int64_t stride = 1;
+  for (std::size_t i = array.ndim(); i-- > 0;) {
+    if (array.shape(i) != 1 && array.stride(i) != stride && array.size() != 0) wrong(name, "an array in C order (contiguous)", "one with gaps or another order");
+    stride *= static_cast<std::int64_t>(array.shape(i));
+  }
+  return array;
+}
+
+template <typename Any>
+void check(const Any& array, const std::string& name, dtype_code code, int bits, std::initializer_list<std::size_t> shape) {
+  std::string want = "[";
+  bool same = array.ndim() == shape.size();
+  std::size_t i = 0;
+  for (const std::size_t size : shape) {
+    want += (i ? ", " : "") + std::to_string(size);
+    same = same && array.shape(i) == size;
+    ++i;
+  }
+  const nb::dlpack::dtype type{static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
+  if (array.dtype() != type) wrong(name, words(type), words(array.dtype()));
+  if (!same) wrong(name, "shape " + want + "]", shape_of(array));
+}
+
+const KernelTable& table_named(const std::string& isa) {
+  const Candidate* candidate = find_candidate(isa);
+  if (candidate == nullptr) wrong("isa", "the name of a set of kernels in this build", "'" + isa + "'");
+  if (!candidate->missing.empty()) throw nb::value_error(("isa: " + isa + " cannot run here: " + candidate->missing).c_str());
+  return *candidate->table;
+}
+
+Numerics numerics_named(const std::string& name) {
+  if (name == "ktplan") return Numerics::kKtplan;
+  if (name == "upstream") return Numerics::kUpstream;
+  wrong("numerics", "'ktplan' or 'upstream'", "'" + name + "'");
+}
+
+const Layout& layout_for(std::size_t bits) {
+  if (bits == 8) return kInt8Layout;
+  if (bits == 4) return kInt4Layout;
+  wrong("bits", "8 or 4", std::to_string(bits));
+}
+
+int checked_activation_bits(int bits) {
+  if (bits != 8 && bits != 16) wrong("activation_bits", "8 or 16", std::to_string(bits));
+  return bits;
+}
+
+// A forward pass with its arguments checked and kept alive.
+struct PreparedCall {
+  Array hidden, ids, weights;
+  WritableArray out;
+  Call call;
+};
+
+class LayerHandle {
+ public:
+  LayerHandle(const nb::list& parts, std::size_t hidden, std::size_t bits, std::shared_ptr<Pool> pool, const std::string& isa,
+              int activation_bits, const std::string& numerics)
+      : pool_(std::move(pool)) {
+    layer_.kernels = &table_named(isa);
+    layer_.layout = layout_for(bits);
+    layer_.hidden = hidden;
+    layer_.activation_bits = checked_activation_bits(activation_bits);
+    layer_.numerics = numerics_named(numerics);
+    if (layer_.numerics == Numerics::kUpstream && activation_bits != 8) wrong("activation_bits", "8 with numerics 'upstream'", "16");
+    check_width("hidden", hidden);
+    if (parts.size() == 0) wrong("parts", "at least one part", "none");
+    for (std::size_t p = 0; p < parts.size(); ++p) add_part(nb::cast<nb::list>(parts[p]), p);
+  }
+
+  PreparedCall prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) const {
+    PreparedCall p{array_from<Array>(hidden, "hidden"), array_from<Array>(ids, "top_k_index"),
+                   array_from<Array>(weights, "top_k_weights"), array_from<WritableArray>(out, "out"), {}};
+    const nb::dlpack::dtype type = p.hidden.dtype();
+    const bool bfloat16 = is_type(type, dtype_code::Bfloat, 16) || is_type(type, dtype_code::UInt, 16);
+    if (!bfloat16 && !is_type(type, dtype_code::Float, 32)) {
+      wrong("hidden", "float32 or bfloat16 (uint16 in numpy)", words(type));
+    }
+    if (p.hidden.ndim() != 2 || p.hidden.shape(1) != layer_.hidden) {
+      wrong("hidden", "shape [tokens, " + std::to_string(layer_.hidden) + "]", shape_of(p.hidden));
+    }
+    const std::size_t tokens = p.hidden.shape(0);
+    if (p.ids.ndim() != 2) wrong("top_k_index", "shape [tokens, choices]", shape_of(p.ids));
+    const std::size_t choices = p.ids.shape(1);
+    check(p.ids, "top_k_index", dtype_code::Int, 64, {tokens, choices});
+    check(p.weights, "top_k_weights", dtype_code::Float, 32, {tokens, choices});
+    check(p.out, "out", dtype_code::Float, 32, {tokens, layer_.hidden});
+    if (tokens * choices >= (std::size_t{1} << 31)) wrong("top_k_index", "fewer than 2^31 entries", shape_of(p.ids));
+    p.call = Call{.hidden = p.hidden.data(),
+                  .bfloat16 = bfloat16,
+                  .ids = static_cast<const std::int64_t*>(p.ids.data()),
+                  .weights = static_cast<const float*>(p.weights.data()),
+                  .tokens = tokens,
+                  .choices = choices,
+                  .out = static_cast<float*>(p.out.data())};
+    return p;
+  }
+
+  void run(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) const {
+    const PreparedCall prepared = prepare(hidden, ids, weights, out);
+    const nb::gil_scoped_release unlocked;
+    forward(layer_, *pool_, prepared.call);
+  }
+
+  std::size_t read() const {
+    const nb::gil_scoped_release unlocked;
+    return read_weights(layer_, *pool_);
+  }
+
+  const Layer& layer() const { return layer_; }
+  Pool& pool() const { return *pool_; }
+  std::string isa() const { return layer_.kernels->name; }
+
+ private:
+  void check_width(const std::string& name, std::size_t k) const {
+    const std::size_t multiple = layer_.layout.k_multiple;
+    if (k == 0 || k % multiple != 0) wrong(name, "a multiple of " + std::to_string(multiple), std::to_string(k));
+    if (k > kMaxInputs) wrong(name, "at most " + std::to_string(kMaxInputs), std::to_string(k));
+  }
+
+  void add_part(const nb::list& experts, std::size_t p) {
+    if (p == 0) layer_.experts = experts.size();
+    if (experts.size() != layer_.experts) {
+      wrong("parts[" + std::to_string(p) + "]", std::to_string(layer_.experts) + " experts", std::to_string(experts.size()));
+    }
+    layer_.intermediate.push_back(0);
+    for (std::size_t e = 0; e < experts.size(); ++e) add_expert(experts[e], p, e);
+    if (layer_.intermediate[p] == 0) layer_.intermediate[p] = layer_.layout.k_multiple;  // no expert here: any width does
+  }
+
+  void add_expert(nb::handle packed, std::size_t p, std::size_t e) {
+    Expert expert;
+    if (!packed.is_none()) {
+      const std::string where = "parts[" + std::to_string(p) + "][" + std::to_string(e) + "].";
+      const auto six = nb::cast<nb::tuple>(packed);
+      if (six.size() != 6) wrong(where, "six arrays", std::to_string(six.size()));
+      std::size_t& intermediate = layer_.intermediate[p];
+      if (intermediate == 0) {
+        intermediate = array_from<Array>(six[1], where + "gate_scale").size();
+        check_width(where + "gate_scale: the intermediate width", intermediate);
+      }
+      expert.gate = projection(six[0], six[1], where + "gate", intermediate, layer_.hidden);
+      expert.up = projection(six[2], six[3], where + "up", intermediate, layer_.hidden);
+      expert.down = projection(six[4], six[5], where + "down", layer_.hidden, intermediate);
+    }
+    if (p != 0 && expert.present() != layer_.at(0, e).present()) {
+      wrong("parts[" + std::to_string(p) + "][" + std::to_string(e) + "]", "an expert in every part or in none", "one in some");
+    }
+    layer_.weights.push_back(expert);
+  }
+
+  Projection projection(nb::handle bytes, nb::handle scale, const std::string& name, std::size_t n, std::size_t k) {
+    Array packed = array_from<Array>(bytes, name);
+    Array scales = array_from<Array>(scale, name + "_scale");
+    if (packed.dtype().bits != 8) wrong(name, "int8 or uint8", words(packed.dtype()));
+    if (packed.ndim() != 1 || packed.size() != layer_.layout.packed_bytes(n, k)) {
+      wrong(name, "shape [" + std::to_string(layer_.layout.packed_bytes(n, k)) + "] (" + std::to_string(n) + " rows of " + std::to_string(k) + " inputs)",
+            shape_of(packed));
+    }
+    check(scales, name + "_scale", dtype_code::Float, 32, {n});
+    const Projection p{static_cast<const std::uint8_t*>(packed.data()), static_cast<const float*>(scales.data())};
+    kept_.push_back(std::move(packed));
+    kept_.push_back(std::move(scales));
+    return p;
+  }
+
+  Layer layer_{};
+  std::shared_ptr<Pool> pool_;
+  std::vector<Array> kept_;
+};
+
+// A forward pass that runs on the pool's own threads. It keeps its arrays and its layer until it is done.
+class Job {
+ public:
+  Job(nb::object layer, PreparedCall prepared) : layer_(std::move(layer)), prepared_(std::move(prepared)) {
+    const auto& handle = nb::cast<const LayerHandle&>(layer_);
+    handle.pool().submit([this, &handle] {
+      try {
+        forward(handle.layer(), handle.pool(), prepared_.call);
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+      done_.store(1, std::memory_order_release);
+      done_.notify_all();
+    });
+  }
+
+  ~Job() {
+    const nb::gil_scoped_release unlocked;
+    await();
+  }
+
+  void wait() {
+    {
+      const nb::gil_scoped_release unlocked;
+      await();
+    }
+    if (error_) std::rethrow_exception(error_);
+  }
+
+  bool done() const { return done_.load(std::memory_order_acquire) != 0; }
+
+ private:
+  void await() const { done_.wait(0, std::memory_order_acquire); }
+
+  nb::object layer_;
+  PreparedCall prepared_;
+  std::exception_ptr error_;
+  std::atomic<int> done_{0};
+};
+
+// --- For tests: single steps of one set of kernels ---
+
+template <typename T>
+nb::ndarray<nb::numpy, T> new_array(std::vector<T>&& values, std::vector<std::size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape.size(), shape.data(), owner);
+}
+
+Array float_matrix(nb::handle h, const char* name, std::size_t multiple) {
+  Array x = array_from<Array>(h, name);
+  if (x.ndim() != 2 || x.shape(1) % multiple != 0) wrong(name, "shape [rows, a multiple of " + std::to_string(multiple) + "]", shape_of(x));
+  check(x, name, dtype_code::Float, 32, {x.shape(0), x.shape(1)});
+  return x;
+}
+
+struct QuantizedRows {
+  std::vector<std::uint8_t> bytes;
+  std::vector<Row> rows;
+};
+
+QuantizedRows quantized(const KernelTable& table, const Array& x, int bits, Numerics numerics) {
+  const std::size_t k = x.shape(1), stride = table.row_bytes(k, bits);
+  QuantizedRows out{std::vector<std::uint8_t>(stride * x.shape(0)), {}};
+  for (std::size_t r = 0; r < x.shape(0); ++r) {
+    out.rows.push_back(table.quantize(static_cast<const float*>(x.data()) + r * k, k, bits, numerics, out.bytes.data() + r * stride));
+  }
+  return out;
+}
+
+nb::tuple quantize(const std::string& isa, nb::handle array, int bits, const std::string& numerics) {
+  const KernelTable& table = table_named(isa);
+  const Array x = float_matrix(array, "x", 64);
+  const QuantizedRows q = quantized(table, x, checked_activation_bits(bits), numerics_named(numerics));
+  std::vector<std::int32_t> levels(x.shape(0) * x.shape(1));
+  std::vector<float> scales;
+  for (std::size_t r = 0; r < q.rows.size(); ++r) {
+    table.levels(q.rows[r], x.shape(1), bits, levels.data() + r * x.shape(1));
+    scales.push_back(q.rows[r].scale);
+  }
+  return nb::make_tuple(new_array(std::move(levels), {x.shape(0), x.shape(1)}), new_array(std::move(scales), {x.shape(0)}));
+}
+
+// The exact integer products of the quantized rows of x with all n columns of a packed projection.
+nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle array, nb::handle packed_array, std::size_t n, std::size_t bits,
+                                          int activation_bits) {
+  const KernelTable& table = table_named(isa);
+  const Layout& layout = layout_for(bits);
+  const Array x = float_matrix(array, "x", layout.k_multiple);
+  const Array packed = array_from<Array>(packed_array, "packed");
+  const std::size_t k = x.shape(1);
+  if (n % kStepRows != 0) wrong("n", "a multiple of 32", std::to_string(n));
+  if (packed.size() != layout.packed_bytes(n, k) || packed.dtype().bits != 8) {
+    wrong("packed", std::to_string(layout.packed_bytes(n, k)) + " bytes", shape_of(packed) + " of " + words(packed.dtype()));
+  }
+  const QuantizedRows q = quantized(table, x, checked_activation_bits(activation_bits), Numerics::kKtplan);
+  const ProjectKernels& kernels = table.projections(activation_bits, bits);
+  const std::vector<float> scale(n, 1.0f);
+  std::vector<std::int64_t> out(x.shape(0) * n), block(kernels.max_rows * kStepRows);
+  for (std::size_t step = 0; step < n / kStepRows; ++step) {
+    const WeightStep weights = step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale.data(), n, layout.row_bytes(k), step);
+    for (std::size_t first = 0; first < q.rows.size(); first += kernels.max_rows) {
+      const std::size_t count = std::min(kernels.max_rows, q.rows.size() - first);
+      std::vector<const Row*> rows;
+      for (std::size_t r = 0; r < count; ++r) rows.push_back(&q.rows[first + r]);
+      kernels.dots(weights, rows.data(), count, block.data());
+      for (std::size_t r = 0; r < count; ++r) {
+        std::copy_n(block.data() + r * kStepRows, kStepRows, out.data() + (first + r) * n + step * kStepRows);
+      }
+    }
+  }
+  return new_array(std::move(out), {x.shape(0), n});
+}
+
+nb::ndarray<nb::numpy, float> swiglu(const std::string& isa, nb::handle gate_array, nb::handle up_array) {
+  const KernelTable& table = table_named(isa);
+  const Array gate = float_matrix(gate_array, "gate", 16), up = float_matrix(up_array, "up", 16);
+  check(up, "up", dtype_code::Float, 32, {gate.shape(0), gate.shape(1)});
+  std::vector<float> out(gate.size());
+  table.swiglu(static_cast<const float*>(gate.data()), static_cast<const float*>(up.data()), out.data(), out.size());
+  return new_array(std::move(out), {gate.shape(0), gate.shape(1)});
+}
+
+nb::ndarray<nb::numpy, float> round_bf16(const std::string& isa, nb::handle array) {
+  const KernelTable& table = table_named(isa);
+  const Array x = float_matrix(array, "x", 16);
+  const auto* from = static_cast<const float*>(x.data());
+  std::vector<float> out(from, from + x.size());
+  table.round_bf16(out.data(), out.size());
+  return new_array(std::move(out), {x.shape(0), x.shape(1)});
+}
+
+std::vector<std::tuple<std::string, std::string, std::string>> tables() {
+  std::vector<std::tuple<std::string, std::string, std::string>> out;
+  for (const Candidate& c : candidates()) out.emplace_back(c.table->name, c.table->words, c.missing);
+  return out;
+}
+
+std::shared_ptr<Pool> new_pool(int threads, int spin_us) {
+  if (threads < 1 || threads > 1024) wrong("threads", "1 to 1024", std::to_string(threads));
+  if (spin_us < 0 || spin_us > 1000000) wrong("spin_us", "0 to 1000000", std::to_string(spin_us));
+  return std::make_shared<Pool>(threads, spin_us);
+}
+
+}  // namespace
+}  // namespace ktplan
+
+NB_MODULE(_native, m) {
+  using namespace ktplan;
+  nb::set_leak_warnings(false);  // a pool that lives as long as the process is no leak
+  m.def("tables", &tables);
+  m.def("cpu_features", [] { return CpuFeatures::detect().names(); });
+  m.def("quantize", &quantize, nb::arg("isa"), nb::arg("x"), nb::arg("bits"), nb::arg("numerics"));
+  m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"), nb::arg("activation_bits"));
+  m.def("swiglu", &swiglu, nb::arg("isa"), nb::arg("gate"), nb::arg("up"));
+  m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
+
+  nb::class_<Pool>(m, "Pool")
+      .def(nb::new_(&new_pool), nb::arg("threads"), nb::arg("spin_us"))
+      .def_prop_ro("threads", &Pool::threads)
+      .def_prop_ro("spin_us", &Pool::spin_us);
+
+  nb::class_<Job>(m, "Job").def("wait", &Job::wait).def_prop_ro("done", &Job::done);
+
+  nb::class_<LayerHandle>(m, "Layer")
+      .def(nb::init<const nb::list&, std::size_t, std::size_t, std::shared_ptr<Pool>, const std::string&, int, const std::string&>(),
+           nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("pool"), nb::arg("isa"), nb::arg("activation_bits"),
+           nb::arg("numerics"))
+      .def("forward", &LayerHandle::run, nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
+      .def("submit",
+           [](nb::object self, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) {
+             PreparedCall prepared = nb::cast<const LayerHandle&>(self).prepare(hidden, ids, weights, out);
+             return std::make_unique<Job>(std::move(self), std::move(prepared));
+           },
+           nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
+      .def("read", &LayerHandle::read)
+      .def_prop_ro("intermediate", [](const LayerHandle& self) { return self.layer().intermediate; })
+      .def_prop_ro("isa", &LayerHandle::isa);
+}

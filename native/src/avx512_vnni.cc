@@ -1,0 +1,346 @@
+// AVX-512 VNNI kernels: 8- or 16-bit activations, int8 or int4 weights.
+//
+//   vpdpbusd takes unsigned times signed bytes, four products a lane. The signed operand may be a dword broadcast from memory,
+//   so that one is the activations; the weights get 128 added (one exclusive or a load, nothing for int4), and
+//   128 * sum(activations), known once a row, is taken off at the end. Nothing about the weights has to be precomputed.
+//
+//   A 16-bit level is 256 * high + low with both bytes signed: two rows of 8 bits to the inner loop. The 32-bit sums are exact;
+//   256 * high + low is formed in double, exactly, and rounded once.
+//
+// A quantized row: for each four inputs one dword (8 bits), or the dword of high bytes and then that of low bytes (16 bits).
+// Read with layout.h and numerics.h.
+
+#include <immintrin.h>
+
+#include "ktplan/kernels.h"
+#include "ktplan/numerics.h"
+#include "ktplan/tables.h"
+
+namespace ktplan::avx512_vnni {
+namespace {
+
+using namespace numerics;
+
+template <int kPlanes, std::size_t kBits>
+constexpr int kMaxRows = 12 / kPlanes;  // 12 rows x 2 tiles of accumulators, 2 weights, the rest for broadcasts
+
+std::size_t row_bytes(std::size_t k, int bits) noexcept { return bits == 8 ? k : 2 * k; }
+
+Row quantize(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
+  Row row{.bytes = bytes, .scale = 0.0f, .sums = {0, 0}};
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  __m512i largest = _mm512_setzero_si512();
+  for (std::size_t i = 0; i < k; i += 16) {
+    largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_loadu_si512(x + i), magnitude));
+  }
+  const auto top = static_cast<unsigned>(_mm512_reduce_max_epu32(largest));
+  const float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(top))));
+  float inverse = 0.0f;
+  if (top >= 0x7f800000u) {
+    row.scale = __builtin_nanf("");
+  } else if (amax >= kTiny) {
+    const float limit = bits == 8 ? kLimit8 : kLimit16;
+    row.scale = numerics == Numerics::kUpstream ? amax * kReciprocal127 : amax / limit;
+    inverse = numerics == Numerics::kUpstream ? 1.0f / row.scale : limit / amax;
+  }
+  // an inverse of zero must clear what is not finite too: the mask does it
+  const __m512 factor = _mm512_set1_ps(inverse);
+  const __mmask16 keep = inverse == 0.0f ? 0 : 0xffff;
+  __m512i sum_high = _mm512_setzero_si512(), sum_low = _mm512_setzero_si512();
+  if (bits == 8) {
+    for (std::size_t i = 0; i < k; i += 16) {
+      const __m512i level = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(_mm512_loadu_ps(x + i), factor));
+      sum_high = _mm512_add_epi32(sum_high, level);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), _mm512_cvtepi32_epi8(level));
+    }
+  } else {
+    const __m512i half = _mm512_set1_epi32(128);
+    for (std::size_t i = 0; i < k; i += 16) {
+      const __m512i level = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(_mm512_loadu_ps(x + i), factor));
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(level, half), 8);
+      sum_high = _mm512_add_epi32(sum_high, high);
+      sum_low = _mm512_add_epi32(sum_low, _mm512_sub_epi32(level, _mm512_slli_epi32(high, 8)));
+      const __m128i high_bytes = _mm512_cvtepi32_epi8(high), low_bytes = _mm512_cvtepi32_epi8(level);
+      auto* to = reinterpret_cast<__m128i*>(bytes + 2 * i);
+      _mm_storeu_si128(to, _mm_unpacklo_epi32(high_bytes, low_bytes));
+      _mm_storeu_si128(to + 1, _mm_unpackhi_epi32(high_bytes, low_bytes));
+    }
+  }
+  row.sums[0] = _mm512_reduce_add_epi32(sum_high);
+  row.sums[1] = _mm512_reduce_add_epi32(sum_low);
+  return row;
+}
+
+void levels(const Row& row, std::size_t k, int bits, std::int32_t* out) noexcept {
+  const auto* bytes = reinterpret_cast<const std::int8_t*>(row.bytes);
+  for (std::size_t i = 0; i < k; ++i) {
+    if (bits == 8) {
+      out[i] = bytes[i];
+    } else {
+      const std::int8_t* four = bytes + i / 4 * 8 + i % 4;
+      out[i] = 256 * four[0] + four[4];
+    }
+  }
+}
+
+[[gnu::always_inline]] inline __m512i broadcast(const std::uint8_t* four) {
+  int value;
+  __builtin_memcpy(&value, four, 4);
+  return _mm512_set1_epi32(value);
+}
+
+// Adds four inputs of 16 + 16 columns to the sums of all rows; w0 and w1 hold level + 128.
+template <int kRows, int kPlanes>
+[[gnu::always_inline]] inline void multiply(__m512i (&sums)[kRows][kPlanes][2], __m512i w0, __m512i w1,
+                                            const std::uint8_t* const (&row)[kRows], std::size_t at) {
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kPlanes; ++p) {
+      const __m512i a = broadcast(row[r] + at + 4 * p);
+      sums[r][p][0] = _mm512_dpbusd_epi32(sums[r][p][0], w0, a);
+      sums[r][p][1] = _mm512_dpbusd_epi32(sums[r][p][1], w1, a);
+    }
+  }
+}
+
+// sums[row][plane][tile] = the dot products, exact, the offset of the weights taken off. The sums must stay in registers: every loop
+// that indexes them is unrolled, or the compiler keeps the array in memory.
+template <int kRows, int kPlanes, std::size_t kBits>
+[[gnu::always_inline]] inline void dot_rows(const WeightStep& step, const Row* const* rows, __m512i (&sums)[kRows][kPlanes][2]) {
+  constexpr Layout layout = kBits == 8 ? kInt8Layout : kInt4Layout;
+  const std::uint8_t* row[kRows];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    row[r] = rows[r]->bytes;
+#pragma GCC unroll 2
+    for (int p = 0; p < kPlanes; ++p) {
+      sums[r][p][0] = sums[r][p][1] = _mm512_set1_epi32(rows[r]->sums[p] * -128);
+    }
+  }
+  const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
+  const __m512i upper = _mm512_set1_epi8(static_cast<char>(0xf0));
+  std::size_t at = 0;  // bytes of the rows consumed
+  for (std::size_t kb = 0; kb * layout.block_bytes < step.row_bytes; ++kb) {
+    const Segment segment = segment_at(step, layout.block_bytes, kb);
+    const std::uint8_t* w = segment.bytes;
+    const std::uint8_t* const end = w + segment.row_bytes * kStepRows;
+    for (; w != end; w += 2 * kTileBytes) {
+#ifdef SEQ
+      if constexpr (kRows * kPlanes <= SEQ) {
+#pragma GCC unroll 2
+        for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 16
+        for (int word = 0; word < 16; ++word) {
+          const __m512i b = _mm512_loadu_si512(w + tile * kTileBytes + word * 64);
+          const __m512i lo = kBits == 8 ? _mm512_xor_si512(b, offset) : _mm512_ternarylogic_epi32(_mm512_slli_epi16(b, 4), offset, upper, 0x28);
+          const __m512i hi = _mm512_ternarylogic_epi32(b, offset, upper, 0x28);
+#pragma GCC unroll 12
+          for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+          for (int p = 0; p < kPlanes; ++p) {
+          sums[r][p][tile] = _mm512_dpbusd_epi32(sums[r][p][tile], lo, broadcast(row[r] + at + 4 * kPlanes * word + 4 * p));
+          if constexpr (kBits == 4) sums[r][p][tile] = _mm512_dpbusd_epi32(sums[r][p][tile], hi, broadcast(row[r] + at + 4 * kPlanes * (word+16) + 4 * p));
+          }
+          }
+        }
+      } else {
+#endif
+#pragma GCC unroll 4
+      for (int word = 0; word < 16; ++word) {
+        const __m512i b0 = _mm512_loadu_si512(w + word * 64);
+        const __m512i b1 = _mm512_loadu_si512(w + kTileBytes + word * 64);
+#ifdef PFD
+        _mm_prefetch(reinterpret_cast<const char*>(w + PFD + word * 128), PFH);
+        _mm_prefetch(reinterpret_cast<const char*>(w + PFD + word * 128 + 64), PFH);
+#endif
+        if constexpr (kBits == 8) {
+          multiply<kRows, kPlanes>(sums, _mm512_xor_si512(b0, offset), _mm512_xor_si512(b1, offset), row, at + 4 * kPlanes * word);
+        } else {
+          // (nibble ^ 8) << 4 in one ternary operation: (byte ^ 0x80) & 0xf0
+          const __m512i low0 = _mm512_ternarylogic_epi32(_mm512_slli_epi16(b0, 4), offset, upper, 0x28);
+          const __m512i low1 = _mm512_ternarylogic_epi32(_mm512_slli_epi16(b1, 4), offset, upper, 0x28);
+          multiply<kRows, kPlanes>(sums, low0, low1, row, at + 4 * kPlanes * word);
+          const __m512i high0 = _mm512_ternarylogic_epi32(b0, offset, upper, 0x28);
+          const __m512i high1 = _mm512_ternarylogic_epi32(b1, offset, upper, 0x28);
+          multiply<kRows, kPlanes>(sums, high0, high1, row, at + 4 * kPlanes * (16 + word));
+        }
+      }
+#ifdef SEQ
+      }
+#endif
+      at += kPlanes * kStepBytes * 8 / kBits;
+    }
+  }
+}
+
+// The exact integer 256 * high + low, rounded once to float.
+[[gnu::always_inline]] inline __m512 combine(__m512i high, __m512i low) {
+  const __m512d k256 = _mm512_set1_pd(256.0);
+  const __m512d first = _mm512_fmadd_pd(_mm512_cvtepi32_pd(_mm512_castsi512_si256(high)), k256,
+                                        _mm512_cvtepi32_pd(_mm512_castsi512_si256(low)));
+  const __m512d second = _mm512_fmadd_pd(_mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(high, 1)), k256,
+                                         _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(low, 1)));
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(first)), _mm512_cvtpd_ps(second), 1);
+}
+
+template <int kRows, int kPlanes, std::size_t kBits>
+[[gnu::noinline]] void project_rows(const WeightStep& step, const Row* const* rows, float* out, std::size_t stride) {
+  __m512i sums[kRows][kPlanes][2];
+  dot_rows<kRows, kPlanes, kBits>(step, rows, sums);
+#pragma GCC unroll 2
+  for (int tile = 0; tile < 2; ++tile) {
+    const __m512 column = _mm512_loadu_ps(step.scale + 16 * tile);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const __m512 dot = kPlanes == 1 ? _mm512_cvtepi32_ps(sums[r][0][tile]) : combine(sums[r][0][tile], sums[r][kPlanes - 1][tile]);
+      const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(rows[r]->scale), column);
+      _mm512_storeu_ps(out + r * stride + 16 * tile, _mm512_mul_ps(scale, dot));
+    }
+  }
+}
+
+template <int kRows, int kPlanes, std::size_t kBits>
+void dots_rows(const WeightStep& step, const Row* const* rows, std::int64_t* out) {
+  __m512i sums[kRows][kPlanes][2];
+  dot_rows<kRows, kPlanes, kBits>(step, rows, sums);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int tile = 0; tile < 2; ++tile) {
+      alignas(64) std::int32_t high[16], low[16];
+      _mm512_store_si512(high, sums[r][0][tile]);
+      _mm512_store_si512(low, sums[r][kPlanes - 1][tile]);
+      for (int c = 0; c < 16; ++c) {
+        out[r * kStepRows + 16 * tile + c] = kPlanes == 1 ? high[c] : std::int64_t{256} * high[c] + low[c];
+      }
+    }
+  }
+}
+
+// From a number of rows known only now to one known when compiling.
+template <int kPlanes, std::size_t kBits, int kRows = kMaxRows<kPlanes, kBits>>
+void project(const WeightStep& step, const Row* const* rows, std::size_t count, float* out, std::size_t stride) noexcept {
+  if (count == kRows) {
+    project_rows<kRows, kPlanes, kBits>(step, rows, out, stride);
+  } else if constexpr (kRows > 1) {
+    project<kPlanes, kBits, kRows - 1>(step, rows, count, out, stride);
+  }
+}
+
+template <int kPlanes, std::size_t kBits, int kRows = kMaxRows<kPlanes, kBits>>
+void dots(const WeightStep& step, const Row* const* rows, std::size_t count, std::int64_t* out) noexcept {
+  if (count == kRows) {
+    dots_rows<kRows, kPlanes, kBits>(step, rows, out);
+  } else if constexpr (kRows > 1) {
+    dots<kPlanes, kBits, kRows - 1>(step, rows, count, out);
+  }
+}
+
+[[gnu::always_inline]] inline __m512 exponential(__m512 x) {
+  x = _mm512_min_ps(_mm512_set1_ps(kExpHigh), x);  // min and max return the second operand when one is NaN
+  x = _mm512_max_ps(_mm512_set1_ps(kExpLow), x);
+  const __m512 magic = _mm512_set1_ps(kMagic);
+  const __m512 t = _mm512_fmadd_ps(x, _mm512_set1_ps(kLog2e), magic);
+  const __m512 n = _mm512_sub_ps(t, magic);
+  __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-kLn2High), x);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(-kLn2Low), r);
+  __m512 p = _mm512_set1_ps(kP0);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP1));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP2));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP3));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP4));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP5));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r);
+  p = _mm512_add_ps(p, _mm512_set1_ps(1.0f));
+  const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(t), _mm512_set1_epi32(127)), 23);
+  return _mm512_mul_ps(p, _mm512_castsi512_ps(power));
+}
+
+void swiglu(const float* gate, const float* up, float* out, std::size_t n) noexcept {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
+  for (std::size_t i = 0; i < n; i += 16) {
+    const __m512 g = _mm512_loadu_ps(gate + i);
+    const __m512 minus = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(g), sign));
+    const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(one, exponential(minus)));
+    _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(up + i)));
+  }
+}
+
+void round_bf16(float* x, std::size_t n) noexcept {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinity = _mm512_set1_epi32(0x7f800000);
+  for (std::size_t i = 0; i < n; i += 16) {
+    const __m512i bits = _mm512_loadu_si512(x + i);
+    const __mmask16 number = _mm512_cmple_epu32_mask(_mm512_and_si512(bits, magnitude), infinity);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    _mm512_storeu_si512(x + i, _mm512_mask_and_epi32(bits, number, up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+}
+
+void widen_bf16(const std::uint16_t* x, float* out, std::size_t n) noexcept {
+  for (std::size_t i = 0; i < n; i += 16) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+    _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+}
+
+void accumulate(float* acc, const float* y, float weight, std::size_t n) noexcept {
+  const __m512 w = _mm512_set1_ps(weight);
+  for (std::size_t i = 0; i < n; i += 16) {
+    _mm512_storeu_ps(acc + i, _mm512_fmadd_ps(w, _mm512_loadu_ps(y + i), _mm512_loadu_ps(acc + i)));
+  }
+}
+
+void add(float* acc, const float* y, std::size_t n) noexcept {
+  for (std::size_t i = 0; i < n; i += 16) {
+    _mm512_storeu_ps(acc + i, _mm512_add_ps(_mm512_loadu_ps(acc + i), _mm512_loadu_ps(y + i)));
+  }
+}
+
+std::uint64_t read(const void* bytes, std::size_t n) noexcept {
+  const auto* p = static_cast<const std::uint8_t*>(bytes);
+  __m512i all[4] = {};
+  std::size_t i = 0;
+  for (; i + 256 <= n; i += 256) {
+    for (int j = 0; j < 4; ++j) all[j] = _mm512_xor_si512(all[j], _mm512_loadu_si512(p + i + 64 * j));
+  }
+  for (; i + 64 <= n; i += 64) all[0] = _mm512_xor_si512(all[0], _mm512_loadu_si512(p + i));
+  all[0] = _mm512_xor_si512(_mm512_xor_si512(all[0], all[1]), _mm512_xor_si512(all[2], all[3]));
+  alignas(64) std::uint64_t words[8];
+  _mm512_store_si512(words, all[0]);
+  std::uint64_t result = 0;
+  for (const std::uint64_t word : words) result ^= word;
+  for (; i + 8 <= n; i += 8) {
+    std::uint64_t word;
+    __builtin_memcpy(&word, p + i, 8);
+    result ^= word;
+  }
+  return result;
+}
+
+template <int kPlanes, std::size_t kBits>
+constexpr ProjectKernels kKernels{.project = project<kPlanes, kBits>, .dots = dots<kPlanes, kBits>, .max_rows = kMaxRows<kPlanes, kBits>};
+
+}  // namespace
+
+const KernelTable kTable{
+    .name = "avx512-vnni",
+    .words = "AVX-512 VNNI",
+    .row_bytes = row_bytes,
+    .quantize = quantize,
+    .levels = levels,
+    .a8_w8 = kKernels<1, 8>,
+    .a8_w4 = kKernels<1, 4>,
+    .a16_w8 = kKernels<2, 8>,
+    .a16_w4 = kKernels<2, 4>,
+    .swiglu = swiglu,
+    .round_bf16 = round_bf16,
+    .widen_bf16 = widen_bf16,
+    .accumulate = accumulate,
+    .add = add,
+    .read = read,
+};
+
+}  // namespace ktplan::avx512_vnni
