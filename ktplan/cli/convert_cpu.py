@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def convert_cpu_command(
     context: click.Context,
+    /,
     model: Path | None,
     output: Path | None,
     threads: int | None,

@@ -307,7 +307,7 @@ def _peak_memory(source: WeightSource, shape: StoreShape, threads: int) -> int:
     weights = 3 * shape.hidden * shape.intermediate
     in_place = Reader(source).in_place
     readers = 1 if in_place else min(threads, _MOST_READERS)
-    # A slot holds an expert as it is stored or as float32; reading another form takes float32 and twice that on the way.
+    # A slot holds an expert as it is stored or as float32; reading another form takes some float32 on the way.
     item = source.spec.expert_bytes // max(source.spec.expert_params, 1) if in_place else 4
     slots = (readers + 2) * (weights * item + shape.plain_bytes(shape.bits))
     scratch = threads * 40 * max(shape.hidden, shape.intermediate)

@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,7 @@ class Reader:
     def _fill(self, slot: Slot, number: int, place: Place) -> Matrix:
         item = 4 if place.dtype == "F32" else 2
         data = slot.to_read(number, place.rows * place.columns * item)
-        view, offset = memoryview(data), place.start
+        view, offset = data.data, place.start
         handle = self._handle(place.file)
         while view:
             got = os.preadv(handle, [view], offset)
@@ -142,7 +142,7 @@ def pack_expert(
             tasks.append(PackTask(piece, out[place : place + size], scale))
     assert start == len(out)
     own_scheme = scheme if bits == scheme.bits else Scheme(bits, rounding=scheme.rounding)
-    rule = "kt" if own_scheme.rounding == "kt" else "mse"
+    rule: Literal["kt", "mse"] = "kt" if own_scheme.rounding == "kt" else "mse"
     found = pack_weights(tasks, bits, rule, multipliers(own_scheme.top_level), pool=pool)
     if not all(outcome.finite for outcome in found):
         return None

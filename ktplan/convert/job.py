@@ -360,7 +360,7 @@ def _read_journal(folder: Path, job: Job) -> tuple[dict[int, FinishedLayer], int
 
 
 def _take_over(journal: Journal, sources: Mapping[int, Stamps]) -> None:
-    """Keep the layers whose shards are as recorded, under their unfinished names, and whose sources are as they were."""
+    """Keep the layers whose shards and sources are as recorded; shards get their unfinished names back."""
     folder = journal.folder
     finished, whole = _read_journal(folder, journal.job)
     if (folder / JOURNAL_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Where finished experts go: one thread writes and digests them in order, another makes layers durable and records them.
+"""Where finished experts go: one thread writes and digests them in order, another makes layers durable.
 
 So reading and quantizing never wait for the disk, until it is more than a little behind.
 """
@@ -36,7 +36,7 @@ class Sink:
         source: WeightSource,
         sources: Mapping[int, Stamps],
     ) -> None:
-        """`sources` are the stamps of each layer's files before anything was read: a layer is good if they still hold."""
+        """`sources`: the stamps of each layer's files before anything was read; a layer is good if they still hold."""
         self._journal, self._shape, self._facts = journal, shape, facts
         self._source, self._sources = source, sources
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write")

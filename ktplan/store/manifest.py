@@ -98,12 +98,12 @@ def tensor_name(layer: int, projection: str, expert: int, part: int, what: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFile:
-    """One shard: the experts of one layer."""
+    """One shard: the experts of one layer. `sha256` None: not known, in a folder that kt-kernel wrote."""
 
     name: str
     layer: int
     bytes: int
-    sha256: str
+    sha256: str | None
 
 
 class WeightError(NamedTuple):

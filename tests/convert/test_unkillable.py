@@ -41,6 +41,7 @@ CALLS = (
     "mkdir",
     "close",
 )
+REAL_WRITE = os.write
 LAYERS, EXPERTS = 3, 4
 
 
@@ -165,7 +166,7 @@ def test_killed_at_any_of_its_system_calls_it_goes_on_to_the_same_bytes(
 
         def die(name: str, arguments: tuple[Any, ...], halfway: bool = halfway) -> None:
             if name == "write" and halfway:
-                calls.real["write"](arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                REAL_WRITE(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
         calls = Calls(moment, die)
