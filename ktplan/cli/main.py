@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "emit": ("ktplan.cli.emit", "Write a plan as injection rules or flags for other engines."),
     "run": ("ktplan.cli.run", "Generate text or chat."),
     "eval": ("ktplan.cli.eval", "Measure what quantization and placement cost."),
+    "demo-model": ("ktplan.cli.demo_model", "Build a real MoE model from a package's weights."),
     "demo": ("ktplan.cli.demo", "Walk the whole chain on the embedded model."),
 }
 
