@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import optional_model_argument, output_options
+from ktplan.cli.options import ManyFiles, TokenCount, optional_model_argument, output_options, text_files
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
 from ktplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from ktplan.convert.calibrated import CalibrationText
     from ktplan.convert.cpu import Plan, Report
     from ktplan.model import SafetensorsSource
 
@@ -38,10 +39,21 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rounding",
-    type=click.Choice(["mse", "kt"]),
+    type=click.Choice(["mse", "kt", "gptq"]),
     default="mse",
     show_default=True,
-    help="mse searches each row's scale for the least error. kt gives kt-kernel's bytes exactly.",
+    help="mse searches each row's scale for the least error. kt gives kt-kernel's bytes exactly. gptq fits levels "
+    "and scales to what --calibration text makes the experts see: the least damage, in the same format.",
+)
+@click.option(
+    "--calibration",
+    cls=ManyFiles,
+    multiple=True,
+    metavar="FILE...",
+    help="Text for --rounding gptq (.txt, .jsonl, corpus:profile); several files may follow.",
+)
+@click.option(
+    "--max-tokens", type=TokenCount(), default=65_536, show_default=True, help="Of the calibration text."
 )
 @click.option(
     "--numa-parts",
@@ -95,9 +107,13 @@ def convert_cpu_command(
         raise BadUsage(f"{missing} is missing", hint="ktplan convert-cpu MODEL -o STORE, or --resume DIR")
     source = open_source(model)
     _note_what_is_left_out(source, out)
-    scheme = Scheme(int(options["bits"]), rounding="kt" if options["rounding"] == "kt" else "mse")
+    scheme = Scheme(int(options["bits"]), rounding=options["rounding"])
+    options["calibration"] = [_absolute(name) for name in options["calibration"]]
+    calibration = _calibration(options, out)
     if dry_run:
-        plan = plan_cpu(source, output, scheme, options["numa_parts"], threads=threads)
+        plan = plan_cpu(
+            source, output, scheme, options["numa_parts"], threads=threads, calibration=calibration
+        )
         out.report("convert-cpu-plan", _plan_body(plan), lambda: _show_plan(plan, out))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is finished stays
@@ -107,6 +123,7 @@ def convert_cpu_command(
         scheme,
         options["numa_parts"],
         threads=threads,
+        calibration=calibration,
         arguments=Arguments(model_path=str(model.absolute()), options=options),
         progress=out.progress(),
     )
@@ -114,6 +131,28 @@ def convert_cpu_command(
         out.warn(f"layer {layer} was made again: {reason}")
     out.report("convert-cpu-report", _report_body(report), lambda: _show_report(report, out))
     out.hint(f"ktplan run {model} --store {output}")
+
+
+def _absolute(name: str) -> str:
+    return name if name.startswith("corpus:") else str(Path(name).absolute())
+
+
+def _calibration(options: dict[str, Any], out: Output) -> CalibrationText | None:
+    """The text to fit to. A profile is told apart: it counts how often experts are used, not what they see."""
+    if not options["calibration"]:
+        return None
+    if any(name.endswith(".safetensors") for name in options["calibration"]):
+        raise BadUsage(
+            "--calibration needs text: a profile says how often experts are used, not what their inputs are",
+            hint="give the files that the profile was recorded on",
+        )
+    from ktplan.convert.calibrated import CalibrationText
+    from ktplan.profile import read_corpus
+
+    corpus = read_corpus(text_files("--calibration", options["calibration"]))
+    if warning := corpus.warning():
+        out.warn(warning)
+    return CalibrationText(corpus=corpus, max_tokens=options["max_tokens"])
 
 
 def _recalled(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,7 +85,7 @@ def dataset_option(*, required: bool = True) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def with_files(*args: Any, dataset: tuple[str, ...], **kwargs: Any) -> Any:
-            return function(*args, dataset=_files(dataset), **kwargs)
+            return function(*args, dataset=text_files("--dataset", dataset), **kwargs)
 
         return click.option(
             "--dataset",
@@ -100,7 +100,8 @@ def dataset_option(*, required: bool = True) -> Callable[[F], F]:
     return decorate
 
 
-def _files(names: tuple[str, ...]) -> tuple[Path, ...]:
+def text_files(option: str, names: Sequence[str]) -> tuple[Path, ...]:
+    """The files that an option names; `corpus:profile` and `corpus:test` are the embedded ones."""
     from ktplan.model.embedded import corpus_files
 
     files: list[Path] = []
@@ -111,7 +112,7 @@ def _files(names: tuple[str, ...]) -> tuple[Path, ...]:
             path = Path(name)
             if not path.is_file():
                 what = "is a folder" if path.is_dir() else "does not exist"
-                raise BadUsage(f"--dataset {name} {what}", hint="name text or jsonl files")
+                raise BadUsage(f"{option} {name} {what}", hint="name text or jsonl files")
             files.append(path)
     return tuple(files)
 

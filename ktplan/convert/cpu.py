@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from ktplan.convert.expert import (
 )
 from ktplan.convert.job import Arguments, Job, Journal, check_output, existing, output_folder
 from ktplan.convert.sink import Sink, stamps_of
+from ktplan.errors import BadUsage
 from ktplan.experts import ExpertSet
 from ktplan.kernels import Pool
 from ktplan.model.source import PROJECTIONS, WeightSource
@@ -36,6 +38,9 @@ from ktplan.quant.scheme import Scheme
 from ktplan.store.layout import check_parts, layout_for
 from ktplan.store.manifest import StoreManifest, StoreShape
 from ktplan.store.writer import shard_bytes, write_index
+
+if TYPE_CHECKING:
+    from ktplan.convert.calibrated import CalibrationText
 
 __all__ = ["Plan", "Report", "convert_cpu", "plan_cpu", "quantize_expert"]
 
@@ -84,6 +89,7 @@ def plan_cpu(
     numa_parts: int = 1,
     *,
     threads: int | None = None,
+    calibration: CalibrationText | None = None,
     measure: bool = True,
 ) -> Plan:
     """Check all that can be checked beforehand and say what the conversion will take; writes nothing.
@@ -93,7 +99,12 @@ def plan_cpu(
     """
     spec = source.spec
     check_parts(spec, scheme.bits, numa_parts)
-    job, shape = job_of(source, scheme, numa_parts), shape_of(source, scheme, numa_parts)
+    if (scheme.rounding == "gptq") != (calibration is not None):
+        raise BadUsage(
+            "--rounding gptq needs calibration text, and nothing else uses it",
+            hint="give --rounding gptq --calibration FILE... (or corpus:profile, the embedded text)",
+        )
+    job, shape = job_of(source, scheme, numa_parts, calibration), shape_of(source, scheme, numa_parts)
     bytes_out = sum(shard_bytes(shape, layer, facts_of(job)) for layer in job.layers)
     resumed = check_output(out, job, bytes_out + _BYTES_OF_NAMES * spec.expert_count)
     workers = threads or default_threads()
@@ -107,7 +118,7 @@ def plan_cpu(
         disk_free=_free(out),
         peak_memory=_peak_memory(source, shape, workers),
         threads=workers,
-        seconds=_estimate(source, scheme, shape, workers) if measure else None,
+        seconds=_estimate(source, scheme, shape, workers) if measure and calibration is None else None,
     )
 
 
@@ -118,6 +129,7 @@ def convert_cpu(
     numa_parts: int = 1,
     *,
     threads: int | None = None,
+    calibration: CalibrationText | None = None,
     arguments: Arguments | None = None,
     progress: Progress = SILENT,
 ) -> Report:
@@ -129,7 +141,7 @@ def convert_cpu(
     other trouble with it; Interrupted for Ctrl-C once a layer is finished.
     """
     started = time.monotonic()
-    plan = plan_cpu(source, out, scheme, numa_parts, threads=threads, measure=False)
+    plan = plan_cpu(source, out, scheme, numa_parts, threads=threads, calibration=calibration, measure=False)
     shape = shape_of(source, scheme, numa_parts)
     per_layer = plan.bytes_in // len(plan.job.layers)
     sources = {layer: stamps_of(source, layer) for layer in plan.job.layers}
@@ -141,7 +153,15 @@ def convert_cpu(
             progress.task("converting", per_layer * len(left), "B") as task,
             Sink(journal, shape, facts_of(plan.job), source, sources) as sink,
         ):
-            _Conversion(source, scheme, shape, plan.threads, sink, task).run(left)
+            if calibration is None:
+                _Conversion(source, scheme, shape, plan.threads, sink, task).run(left)
+            else:
+                from ktplan.convert.calibrated import (
+                    convert_calibrated,
+                )  # loads torch, which nothing else here does
+
+                text = calibration.read(source, progress)
+                convert_calibrated(source, scheme, shape, text, calibration.settings, journal, sink, task)
             sink.close()
         manifest = publish(journal, source, scheme, shape)
     return Report(
@@ -253,7 +273,9 @@ def publish(journal: Journal, source: WeightSource, scheme: Scheme, shape: Store
     return manifest
 
 
-def job_of(source: WeightSource, scheme: Scheme, parts: int) -> Job:
+def job_of(
+    source: WeightSource, scheme: Scheme, parts: int, calibration: CalibrationText | None = None
+) -> Job:
     """What decides the bytes of a conversion."""
     spec = source.spec
     return Job(
@@ -264,6 +286,7 @@ def job_of(source: WeightSource, scheme: Scheme, parts: int) -> Job:
         layout=layout_for(scheme.bits).name,
         parts=parts,
         layers=spec.moe_layers,
+        calibration=None if calibration is None else calibration.digest,
     )
 
 

@@ -102,7 +102,8 @@ def _reader(file: Path) -> Any:
         import gguf
     except ModuleNotFoundError:
         raise MachineLacks(
-            "the package gguf, which reads the model file, is not installed", hint="pip install 'ktplan[demo]'"
+            "the package gguf, which reads the model file, is not installed",
+            hint="pip install 'ktplan[demo]'",
         ) from None
     return gguf.GGUFReader(file)
 
@@ -143,7 +144,12 @@ def _halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def make_demo_model(
-    out: Path, texts: Sequence[str], *, top_k: int = 12, dtype: torch.dtype = torch.bfloat16, progress: Progress = SILENT
+    out: Path,
+    texts: Sequence[str],
+    *,
+    top_k: int = 12,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Progress = SILENT,
 ) -> DemoModel:
     """Build the model in the new or empty folder `out`; deterministic. `texts` are what neurons are grouped on.
 

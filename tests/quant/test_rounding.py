@@ -171,5 +171,5 @@ def test_schemes_have_names_and_impossible_ones_are_refused() -> None:
         Scheme(2, rounding="kt")
     with pytest.raises(BadUsage, match="groups of 128"):
         Scheme(4, group=128)  # type: ignore[arg-type]
-    with pytest.raises(BadUsage, match="'gptq' is not known"):
-        Scheme(4, rounding="gptq")  # type: ignore[arg-type]
+    with pytest.raises(BadUsage, match="'rtn' is not known"):
+        Scheme(4, rounding="rtn")  # type: ignore[arg-type]
