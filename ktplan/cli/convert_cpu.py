@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import ManyFiles, TokenCount, optional_model_argument, output_options, text_files
+from ktplan.cli.options import (
+    ByteSize,
+    ManyFiles,
+    TokenCount,
+    optional_model_argument,
+    output_options,
+    text_files,
+)
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
 from ktplan.units import format_bytes, format_rate, format_seconds
@@ -62,6 +69,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Split every expert for this many NUMA nodes; see also ktplan repartition.",
 )
+@click.option(
+    "--mixed",
+    type=ByteSize(),
+    metavar="BUDGET",
+    help="With --bits 4: give 8 bits to the experts that 4 hurt most, as long as all of them fit into BUDGET (e.g. "
+    "20GiB). Only ktplan reads such a store.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads that quantize. Default: all CPUs.")
 @click.option(
     "--resume",
@@ -112,7 +126,13 @@ def convert_cpu_command(
     calibration = _calibration(options, out)
     if dry_run:
         plan = plan_cpu(
-            source, output, scheme, options["numa_parts"], threads=threads, calibration=calibration
+            source,
+            output,
+            scheme,
+            options["numa_parts"],
+            threads=threads,
+            calibration=calibration,
+            mixed=options["mixed"],
         )
         out.report("convert-cpu-plan", _plan_body(plan), lambda: _show_plan(plan, out))
         return
@@ -124,6 +144,7 @@ def convert_cpu_command(
         options["numa_parts"],
         threads=threads,
         calibration=calibration,
+        mixed=options["mixed"],
         arguments=Arguments(model_path=str(model.absolute()), options=options),
         progress=out.progress(),
     )

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +28,9 @@ from ktplan.convert.expert import (
     refuse_not_finite,
 )
 from ktplan.convert.job import Arguments, Job, Journal, check_output, existing, output_folder
+from ktplan.convert.mixed import choose_wide, wide_count
 from ktplan.convert.sink import Sink, stamps_of
 from ktplan.errors import BadUsage
-from ktplan.experts import ExpertSet
 from ktplan.kernels import Pool
 from ktplan.model.source import PROJECTIONS, WeightSource
 from ktplan.progress import SILENT, Progress, Task
@@ -90,11 +90,13 @@ def plan_cpu(
     *,
     threads: int | None = None,
     calibration: CalibrationText | None = None,
+    mixed: int | None = None,
     measure: bool = True,
 ) -> Plan:
     """Check all that can be checked beforehand and say what the conversion will take; writes nothing.
 
-    `measure` converts one expert to estimate the time. Raises BadInput for sizes that fit no layout, BadUsage for an
+    `measure` converts one expert to estimate the time. `mixed`: bytes that all experts may take when those that 4 bits
+    hurt most have 8 (see `mixed.choose_wide`). Raises BadInput for sizes that fit no layout, BadUsage for an
     illegal number of parts or an output that is in use, DoesNotFit for a disk that is too small.
     """
     spec = source.spec
@@ -104,8 +106,11 @@ def plan_cpu(
             "--rounding gptq needs calibration text, and nothing else uses it",
             hint="give --rounding gptq --calibration FILE... (or corpus:profile, the embedded text)",
         )
-    job, shape = job_of(source, scheme, numa_parts, calibration), shape_of(source, scheme, numa_parts)
+    job, shape = job_of(source, scheme, numa_parts, calibration, mixed), shape_of(source, scheme, numa_parts)
     bytes_out = sum(shard_bytes(shape, layer, facts_of(job)) for layer in job.layers)
+    if mixed is not None:
+        wide = wide_count(source, scheme, shape, mixed)
+        bytes_out += wide * (shape.plain_bytes(8) - shape.plain_bytes(scheme.bits))
     resumed = check_output(out, job, bytes_out + _BYTES_OF_NAMES * spec.expert_count)
     workers = threads or default_threads()
     return Plan(
@@ -130,6 +135,7 @@ def convert_cpu(
     *,
     threads: int | None = None,
     calibration: CalibrationText | None = None,
+    mixed: int | None = None,
     arguments: Arguments | None = None,
     progress: Progress = SILENT,
 ) -> Report:
@@ -141,8 +147,12 @@ def convert_cpu(
     other trouble with it; Interrupted for Ctrl-C once a layer is finished.
     """
     started = time.monotonic()
-    plan = plan_cpu(source, out, scheme, numa_parts, threads=threads, calibration=calibration, measure=False)
+    plan = plan_cpu(
+        source, out, scheme, numa_parts, threads=threads, calibration=calibration, mixed=mixed, measure=False
+    )
     shape = shape_of(source, scheme, numa_parts)
+    if mixed is not None:
+        shape = replace(shape, wide=choose_wide(source, scheme, shape, mixed, plan.threads, progress))
     per_layer = plan.bytes_in // len(plan.job.layers)
     sources = {layer: stamps_of(source, layer) for layer in plan.job.layers}
     arguments = arguments or Arguments(model_path=str(source.root.absolute()))
@@ -274,23 +284,28 @@ def publish(journal: Journal, source: WeightSource, scheme: Scheme, shape: Store
 
 
 def job_of(
-    source: WeightSource, scheme: Scheme, parts: int, calibration: CalibrationText | None = None
+    source: WeightSource,
+    scheme: Scheme,
+    parts: int,
+    calibration: CalibrationText | None = None,
+    mixed: int | None = None,
 ) -> Job:
     """What decides the bytes of a conversion."""
     spec = source.spec
     return Job(
         model=spec.name,
         fingerprint=spec.fingerprint,
-        scheme=scheme.name,
+        scheme=scheme.name if mixed is None else f"{scheme.name} and int8-row",
         rounding=scheme.rounding,
         layout=layout_for(scheme.bits).name,
         parts=parts,
+        mixed=mixed,
         layers=spec.moe_layers,
         calibration=None if calibration is None else calibration.digest,
     )
 
 
-def shape_of(source: WeightSource, scheme: Scheme, parts: int, wide: ExpertSet | None = None) -> StoreShape:
+def shape_of(source: WeightSource, scheme: Scheme, parts: int) -> StoreShape:
     """The sizes of the store that a conversion writes."""
     spec = source.spec
     return StoreShape(
@@ -299,7 +314,6 @@ def shape_of(source: WeightSource, scheme: Scheme, parts: int, wide: ExpertSet |
         experts=spec.experts,
         hidden=spec.hidden,
         intermediate=spec.moe_intermediate,
-        wide=wide or ExpertSet(),
     )
 
 

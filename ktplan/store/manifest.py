@@ -62,10 +62,12 @@ class StoreShape:
         for projection in PROJECTIONS:
             rows, columns = self.rows_and_columns(projection)
             size = packed_bytes(rows, columns, bits)
-            weights.append(Tensor(tensor_name(layer, projection, expert, part, "weight"), "I8", size, size))
-            scales.append(
-                Tensor(tensor_name(layer, projection, expert, part, "scale"), "F32", rows, 4 * rows)
-            )
+            # kt-kernel would take every expert for equally large: it must not find those of a mixed store.
+            own = "mixed." if self.wide else ""
+            weight = own + tensor_name(layer, projection, expert, part, "weight")
+            scale = own + tensor_name(layer, projection, expert, part, "scale")
+            weights.append(Tensor(weight, "I8", size, size))
+            scales.append(Tensor(scale, "F32", rows, 4 * rows))
         return weights + scales
 
     def layer_tensors(self, layer: int) -> Iterator[Tensor]:
