@@ -12,6 +12,7 @@ from ktplan.cli.options import (
     ByteSize,
     ManyFiles,
     TokenCount,
+    model_word,
     optional_model_argument,
     output_options,
     text_files,
@@ -23,7 +24,7 @@ from ktplan.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from ktplan.convert.calibrated import CalibrationText
     from ktplan.convert.cpu import Plan, Report
-    from ktplan.model import SafetensorsSource
+    from ktplan.model import WeightSource
 
 
 @click.command("convert-cpu")
@@ -151,7 +152,7 @@ def convert_cpu_command(
     for layer, reason in report.redone.items():
         out.warn(f"layer {layer} was made again: {reason}")
     out.report("convert-cpu-report", _report_body(report), lambda: _show_report(report, out))
-    out.hint(f"ktplan run {model} --store {output}")
+    out.hint(f"ktplan run {model_word(model)} --store {output}")
 
 
 def _absolute(name: str) -> str:
@@ -197,7 +198,7 @@ def _recalled(
     return model or locate(recorded.model_path), folder, {**options, **recorded.options, **now}
 
 
-def _note_what_is_left_out(source: SafetensorsSource, out: Output) -> None:
+def _note_what_is_left_out(source: WeightSource, out: Output) -> None:
     if beyond := source.beyond_names():
         out.note(
             f"left out: {len(beyond)} tensors of layers from {source.spec.layers} on, which config.json does not count "

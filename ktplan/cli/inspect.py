@@ -212,7 +212,8 @@ def _profile(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[],
             f"activation profile of {profile.model}   {body['tokens']:,} tokens in {body['documents']:,} documents"
         )
         out.line(
-            f"{len(profile.layers)} MoE layers of {body['experts']} experts, {body['unused_experts']} of them never used"
+            f"{len(profile.layers)} MoE layers of {body['experts']} experts, "
+            f"{body['unused_experts']} of them never used"
         )
         out.line(f"made with {profile.fingerprint}")
 

@@ -22,7 +22,7 @@ from ktplan.artifact import read_json_object, write_json, write_whole
 from ktplan.convert.tensor_file import Entry, TensorFile, WrittenFile, file_bytes
 from ktplan.errors import BadInput
 from ktplan.experts import ExpertSet
-from ktplan.model import SafetensorsSource
+from ktplan.model import WeightSource
 from ktplan.model.families import family_of
 from ktplan.model.source import PROJECTIONS
 from ktplan.quant.gptq_format import F16, I32, GptqScheme, PackedLinear
@@ -71,11 +71,11 @@ class Linear:
         ]
 
 
-def expert_linears(source: SafetensorsSource, layer: int, expert: int) -> dict[str, Linear]:
+def expert_linears(source: WeightSource, layer: int, expert: int) -> dict[str, Linear]:
     """Projection to the layer to write: always one tensor an expert, under the family's published names."""
     spec = source.spec
-    family = family_of(spec.model_type)
-    assert family is not None, spec.model_type  # the source was opened by it
+    family = family_of(spec.family)
+    assert family is not None, spec.family  # the source was opened by it
     hidden, inner = spec.hidden, spec.moe_intermediate
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     return {
@@ -87,14 +87,14 @@ def expert_linears(source: SafetensorsSource, layer: int, expert: int) -> dict[s
     }
 
 
-def written_name(source: SafetensorsSource, name: str) -> str:
+def written_name(source: WeightSource, name: str) -> str:
     """The name under which a dense tensor is written.
 
     Where a fused checkpoint calls the block that holds the experts by another name than the published per-expert one
     (Mixtral: mlp, block_sparse_moe), the router follows its experts.
     """
-    family = family_of(source.spec.model_type)
-    assert family is not None, source.spec.model_type
+    family = family_of(source.spec.family)
+    assert family is not None, source.spec.family
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if not found or not source.spec.fused:
         return name
@@ -140,7 +140,7 @@ class FolderPlan:
 
 
 def plan_folder(
-    source: SafetensorsSource,
+    source: WeightSource,
     scheme: GptqScheme,
     experts: ExpertSet,
     linears: Mapping[int, tuple[Linear, ...]],
@@ -174,7 +174,7 @@ def plan_folder(
 
 
 def _dense_groups(
-    source: SafetensorsSource, linears: Mapping[int, tuple[Linear, ...]]
+    source: WeightSource, linears: Mapping[int, tuple[Linear, ...]]
 ) -> list[tuple[str, ...]]:
     replaced = {f"{linear.name}.weight" for own in linears.values() for linear in own}
     groups: list[tuple[str, ...]] = []
@@ -211,7 +211,7 @@ class FolderWriter:
                     file.put(entry.name, [tensor.tobytes()])
             self._files.append(file.finish(shard.name))
 
-    def copy_dense(self, source: SafetensorsSource) -> Iterator[int]:
+    def copy_dense(self, source: WeightSource) -> Iterator[int]:
         """Copy all other tensors byte for byte; yields the bytes of every piece copied."""
         for shard in self._plan.shards:
             if shard.layer is not None:
@@ -223,7 +223,7 @@ class FolderWriter:
                 self._files.append(file.finish(shard.name))
 
     def publish(
-        self, source: SafetensorsSource, settings: Mapping[str, Any], record: Mapping[str, Any]
+        self, source: WeightSource, settings: Mapping[str, Any], record: Mapping[str, Any]
     ) -> None:
         """Give the files their names and add everything else that the folder needs."""
         for shard in self._plan.shards:
@@ -258,7 +258,7 @@ def _companions(root: Path) -> list[Path]:
     return sorted(file for file in found if file.suffix not in (".py", ".safetensors"))
 
 
-def pieces(source: SafetensorsSource, name: str) -> Iterator[bytes]:
+def pieces(source: WeightSource, name: str) -> Iterator[bytes]:
     """The stored bytes of a dense tensor, a few at a time."""
     info = source.info(name)
     left = info.bytes
@@ -284,7 +284,7 @@ def _write_plain(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def quantization_config(
-    source: SafetensorsSource, plan: FolderPlan, *, method: str, damp: float, details: Mapping[str, Any]
+    source: WeightSource, plan: FolderPlan, *, method: str, damp: float, details: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What config.json and quantize_config.json say, in the words that GPTQModel, vLLM and SGLang read."""
     return {
@@ -304,7 +304,7 @@ def quantization_config(
     }
 
 
-def unquantized(source: SafetensorsSource, plan: FolderPlan) -> list[str]:
+def unquantized(source: WeightSource, plan: FolderPlan) -> list[str]:
     """Names, as written and without `.weight`, of the matrices in layers (and the head) that keep their weights."""
     replaced = {linear.name for own in plan.linears.values() for linear in own}
     names = []
@@ -316,7 +316,7 @@ def unquantized(source: SafetensorsSource, plan: FolderPlan) -> list[str]:
     return names
 
 
-def exclusions(source: SafetensorsSource, plan: FolderPlan) -> list[str]:
+def exclusions(source: WeightSource, plan: FolderPlan) -> list[str]:
     """`dynamic` keys "-:REGEX" that exclude every unquantized module, alone or merged with others, and no other.
 
     Without them engines look for qweight where there is a plain weight: at the router first of all.

@@ -36,7 +36,7 @@ from ktplan.convert.gptq_folder import FolderWriter, Linear, expert_linears, pie
 from ktplan.convert.gpu_plan import GpuOptions, GpuPlan, plan_gpu
 from ktplan.errors import BadInput, BadUsage
 from ktplan.experts import ExpertId, ExpertSet
-from ktplan.model import ExpertWeights, SafetensorsSource
+from ktplan.model import ExpertWeights, WeightSource
 from ktplan.model.safetensors import widen
 from ktplan.model.source import PROJECTIONS
 from ktplan.profile import Corpus
@@ -102,7 +102,7 @@ class GpuReport:
 
 
 def convert_gpu(
-    source: SafetensorsSource,
+    source: WeightSource,
     out: Path,
     options: GpuOptions,
     *,
@@ -151,7 +151,7 @@ def convert_gpu(
 class _Work:
     """A conversion under way: reads, rounds, writes, and remembers what it did."""
 
-    def __init__(self, source: SafetensorsSource, plan: GpuPlan, writer: FolderWriter) -> None:
+    def __init__(self, source: WeightSource, plan: GpuPlan, writer: FolderWriter) -> None:
         self._source, self._plan, self.writer = source, plan, writer
         self._device = torch.device(plan.device)
         self._scheme = plan.folder.scheme
@@ -285,7 +285,7 @@ def _packed(rounded: Rounded) -> PackedLinear:
     return pack_linear(rounded.codes.cpu().numpy(), stored.cpu().numpy(), rounded.scheme)
 
 
-def _refuse_unusable(source: SafetensorsSource, name: str, where: str, matrix: np.ndarray[Any, Any]) -> None:
+def _refuse_unusable(source: WeightSource, name: str, where: str, matrix: np.ndarray[Any, Any]) -> None:
     bad = ~np.isfinite(matrix)
     if bad.any():
         row, column = np.argwhere(bad)[0]
@@ -302,7 +302,7 @@ def _refuse_unusable(source: SafetensorsSource, name: str, where: str, matrix: n
         )
 
 
-def _dense_weight(source: SafetensorsSource, linear: Linear) -> Tensor:
+def _dense_weight(source: WeightSource, linear: Linear) -> Tensor:
     name = f"{linear.name}.weight"
     info = source.info(name)
     if info.dtype not in ("BF16", "F16", "F32"):
@@ -321,7 +321,7 @@ def _activation(name: str) -> Activation:
     return found
 
 
-def _copy(source: SafetensorsSource, writer: FolderWriter, plan: GpuPlan, progress: Progress) -> None:
+def _copy(source: WeightSource, writer: FolderWriter, plan: GpuPlan, progress: Progress) -> None:
     total = sum(entry.bytes for shard in plan.folder.shards if shard.layer is None for entry in shard.entries)
     with progress.task("copying the rest", total, "B") as task:
         for copied in writer.copy_dense(source):
@@ -331,7 +331,7 @@ def _copy(source: SafetensorsSource, writer: FolderWriter, plan: GpuPlan, progre
 # What the folder says of itself.
 
 
-def _settings(source: SafetensorsSource, plan: GpuPlan) -> dict[str, Any]:
+def _settings(source: WeightSource, plan: GpuPlan) -> dict[str, Any]:
     calibration = plan.options.calibration
     details = {
         "static_activation_order": True,
@@ -343,7 +343,7 @@ def _settings(source: SafetensorsSource, plan: GpuPlan) -> dict[str, Any]:
     )
 
 
-def _record(source: SafetensorsSource, report: GpuReport, corpus: Corpus | None) -> dict[str, Any]:
+def _record(source: WeightSource, report: GpuReport, corpus: Corpus | None) -> dict[str, Any]:
     plan, spec = report.plan, source.spec
     calibration = plan.options.calibration
     return {

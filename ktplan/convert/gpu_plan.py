@@ -23,14 +23,14 @@ from ktplan.convert.gptq_folder import FolderPlan, Linear, companions_bytes, pla
 from ktplan.convert.job import existing
 from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError
 from ktplan.experts import ExpertId, ExpertSet
-from ktplan.model import SafetensorsSource
+from ktplan.model import WeightSource
 from ktplan.quant.gptq import Effort
 from ktplan.quant.gptq_format import GROUP_SIZES, GptqScheme
 from ktplan.units import format_bytes
 
 # What activations may take in memory before they are kept as bfloat16, and then in a file.
 _BUFFER_BYTES = 2 << 30
-_RECORD_BYTES = 1024  # of gpu-experts.json and the index, for each expert: a generous allowance
+_RECORD_BYTES = 2048  # of gpu-experts.json and the index, for each expert: a generous allowance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Buffers(NamedTuple):
 
 
 def plan_gpu(
-    source: SafetensorsSource, out: Path, options: GpuOptions, experts: ExpertSet | None = None
+    source: WeightSource, out: Path, options: GpuOptions, experts: ExpertSet | None = None
 ) -> GpuPlan:
     """Check all that can be checked beforehand and say what the conversion will take; writes nothing.
 
@@ -126,7 +126,7 @@ def plan_gpu(
 
 
 def _included(
-    source: SafetensorsSource, options: GpuOptions
+    source: WeightSource, options: GpuOptions
 ) -> tuple[dict[int, tuple[Linear, ...]], dict[str, str]]:
     """The linear layers that `include` names, by decoder layer; and those that it names in vain."""
     if not options.include:
@@ -171,7 +171,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _scheme(
-    source: SafetensorsSource, options: GpuOptions, linears: Mapping[int, Sequence[Linear]]
+    source: WeightSource, options: GpuOptions, linears: Mapping[int, Sequence[Linear]]
 ) -> tuple[GptqScheme, str | None]:
     """The largest group size up to the one asked for that divides the inputs of every layer: a file has only one."""
     spec = source.spec
@@ -218,7 +218,7 @@ def _storable(
 # What it takes.
 
 
-def _buffers(source: SafetensorsSource, options: GpuOptions) -> Buffers:
+def _buffers(source: WeightSource, options: GpuOptions) -> Buffers:
     if options.method == "rtn":
         return Buffers("float32", 0, False)
     # Three buffers of one row a token, see LayerByLayer; the prefix of special tokens is small change.
@@ -228,7 +228,7 @@ def _buffers(source: SafetensorsSource, options: GpuOptions) -> Buffers:
     return Buffers("bfloat16", 2 * values, 2 * values > options.buffer_bytes)
 
 
-def _peak_memory(source: SafetensorsSource, options: GpuOptions, buffers: Buffers) -> int:
+def _peak_memory(source: WeightSource, options: GpuOptions, buffers: Buffers) -> int:
     """What the process has now and will add. Working copies were counted in the code and checked by measuring."""
     spec = source.spec
     hidden, inner = spec.hidden, spec.moe_intermediate

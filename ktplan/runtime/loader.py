@@ -19,7 +19,7 @@ from torch import nn
 
 from ktplan import network
 from ktplan.errors import BadInput, BadUsage, DoesNotFit
-from ktplan.model import ExpertWeights, SafetensorsSource, open_source
+from ktplan.model import ExpertWeights, WeightSource, open_safetensors
 from ktplan.progress import SILENT, Progress, Task
 from ktplan.rules import Rules
 from ktplan.runtime.device_experts import DeviceExperts
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from ktplan.convert.gptq_checkpoint import GptqCheckpoint
     from ktplan.kernels import Pool
     from ktplan.placement import PlacementPlan
+
+# One core reads so much in 0.1 ms; for less, the 10 to 20 us that threads need to meet are not worth it.
+_BYTES_PER_THREAD = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ class Network:
     """A network ready to run, and what it took to get there."""
 
     model: Any
-    source: SafetensorsSource
+    source: WeightSource
     experts: Mapping[int, HybridExperts]  # by layer
     placement: Placement
     counters: RouteCounters
@@ -76,7 +79,7 @@ def open_sources(model: Path, store: Path | None = None, gpu_weights: Path | Non
     """Open what the command line names. Raises BadInput when store or GPU weights belong to another model."""
     if store is None and gpu_weights is None:
         return Sources(model=model)
-    spec = open_source(model).spec
+    spec = open_safetensors(model).spec
     opened = ExpertStore.open(store) if store else None
     if opened:
         opened.check_model(spec)
@@ -93,7 +96,7 @@ def rules_of_plan(plan: PlacementPlan, model: Path) -> Rules:
     """A placement plan as rules. Raises BadInput when it was made for another model."""
     from ktplan.placement.emit import to_rules
 
-    spec = open_source(model).spec
+    spec = open_safetensors(model).spec
     return replace(to_rules(plan.for_model(spec), spec, dialect="ktplan"), origin="rules of the plan")
 
 
@@ -157,11 +160,13 @@ def build(
 ) -> Network:
     """Load what `prepare` decided; the skeleton becomes the network.
 
-    `threads` of the CPU engine default to what the machine has; `activation_bits` is what it quantizes
-    activations to, 16 or 8. Raises BadInput for an incomplete checkpoint or GPU weights that lack an expert.
+    `threads`, of the CPU engine and of torch, default to what the machine has and the model can use;
+    `activation_bits` is what the engine quantizes activations to, 16 or 8. Raises BadInput for an incomplete
+    checkpoint or GPU weights that lack an expert.
     """
     started = time.monotonic()
-    source = open_source(prepared.sources.model)
+    source = open_safetensors(prepared.sources.model)
+    source.spec.check_plain_experts()
     model = prepared.skeleton
     experts = build_experts(
         prepared, source, threads=threads, activation_bits=activation_bits, progress=progress
@@ -175,6 +180,7 @@ def build(
         progress=progress,
     )
     connect(model, skip=experts.values())
+    torch.set_num_threads(torch_threads(model, threads))
     unused = (f"not used from the checkpoint: {', '.join(dense.unused[:5])}",) if dense.unused else ()
     return Network(
         model=model.eval(),
@@ -191,7 +197,7 @@ def build(
 
 def build_experts(
     prepared: Prepared,
-    source: SafetensorsSource,
+    source: WeightSource,
     *,
     threads: int | None = None,
     activation_bits: int = 16,
@@ -212,13 +218,25 @@ def mount(model: nn.Module, experts: Mapping[int, HybridExperts]) -> None:
         setattr(model.get_submodule(parent), leaf, module)
 
 
+def torch_threads(model: nn.Module, threads: int | None) -> int:
+    """How many threads torch gets: those asked for, or no more than the dense matrices on the CPU can use."""
+    if threads is not None:
+        return threads
+    sizes = [
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if network.layer_of(name) is not None and parameter.device.type == "cpu"
+    ]
+    return max(1, min(torch.get_num_threads(), max(sizes, default=0) // _BYTES_PER_THREAD))
+
+
 class _Builder:
     """Makes the experts of a layer, both sides."""
 
     def __init__(
         self,
         prepared: Prepared,
-        source: SafetensorsSource,
+        source: WeightSource,
         counters: RouteCounters,
         threads: int | None,
         activation_bits: int,
