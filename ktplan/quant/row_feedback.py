@@ -27,7 +27,7 @@ _SMALLEST_STEP = 2.0**-122  # the stored scale, a sixteenth of it, is a normal f
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Levels int8 [N, K] of at most `top` in size, and the step float32 [N, parts] of each part's share of the inputs."""
+    """Levels int8 [N, K] of at most `top` in size, and the step float32 [N, parts] of each part's inputs."""
 
     levels: Tensor
     step: Tensor
