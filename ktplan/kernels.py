@@ -272,3 +272,45 @@ def swiglu(gate: F32, up: F32, *, isa: str) -> F32:
 def round_bf16(x: F32, *, isa: str) -> F32:
     """The nearest bfloat16 values, ties to even. For tests."""
     return _native.round_bf16(isa, x)
+
+
+class PackTask(NamedTuple):
+    """One projection to quantize and pack, and where its bytes go."""
+
+    matrix: npt.NDArray[Any]  # [N, K], float32 or bfloat16 as uint16; rows may lie apart
+    packed: npt.NDArray[np.uint8]  # [N * K * bits / 8]
+    scale: F32  # [N]
+
+
+class PackOutcome(NamedTuple):
+    """`finite`: no NaN, no infinity (else the bytes mean nothing). Sums of squared errors and of squared weights."""
+
+    finite: bool
+    error: float
+    energy: float
+
+
+def pack_weights(
+    tasks: Sequence[PackTask],
+    bits: int,
+    rounding: Literal["kt", "mse"],
+    multipliers: npt.NDArray[np.uint16],
+    *,
+    pool: Pool | None = None,
+    isa: str | None = None,
+) -> list[PackOutcome]:
+    """Quantize and pack on all threads of `pool`, with the bytes that ktplan.quant.rounding specifies.
+
+    `multipliers` is the grid of the search (quant.rounding.multipliers). N must be a multiple of 32, K of the layout's
+    unit. Raises ValueError or TypeError naming the argument for other shapes and dtypes.
+    """
+    own = pool if pool is not None else Pool.default()
+    found = _native.pack_weights(
+        _choose(isa).value,
+        own._native,
+        [(task.matrix, task.packed, task.scale) for task in tasks],
+        bits,
+        rounding,
+        multipliers,
+    )
+    return [PackOutcome(*one) for one in found]

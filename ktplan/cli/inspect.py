@@ -93,7 +93,7 @@ def expert_formats(spec: ModelSpec) -> dict[str, int]:
                 hidden=spec.hidden,
                 intermediate=spec.moe_intermediate,
             )
-            sizes[f"int{bits}"] = shape.expert_bytes
+            sizes[f"int{bits}"] = shape.plain_bytes(bits)
     for name in GPU_FORMATS:
         if name not in sizes:
             with suppress(BadUsage):
@@ -170,8 +170,9 @@ def _store(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], N
             f"intermediate {manifest.intermediate}   {format_bytes(manifest.total_bytes)}"
         )
         places = ", ".join(f"{e.error:.4f} (layer {e.layer} expert {e.expert} {e.projection})" for e in worst)
-        out.line(f"relative weight error {manifest.mean_error:.4f} mean; worst {places}")
-        out.line(f"made from {manifest.fingerprint}")
+        if manifest.mean_error is not None:
+            out.line(f"relative weight error {manifest.mean_error:.4f} mean; worst {places}")
+        out.line(f"made from {manifest.fingerprint or 'a model that it does not name: kt-kernel wrote it'}")
 
     return "store", body, render
 

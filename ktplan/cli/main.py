@@ -26,12 +26,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("ktplan.cli.doctor", "What this machine can run, and why."),
     "inspect": ("ktplan.cli.inspect", "What a model, store or file is and how big its parts are."),
     "convert-cpu": ("ktplan.cli.convert_cpu", "Pack routed experts for the CPU: INT8 or INT4 tiles."),
+    "verify": ("ktplan.cli.verify", "Read a store again: is it whole, how far is it from its model?"),
+    "repartition": ("ktplan.cli.repartition", "Split a store for another number of NUMA nodes."),
     "convert-gpu": ("ktplan.cli.convert_gpu", "Quantize experts for the GPU: GPTQ W4A16 or W8A16."),
     "profile": ("ktplan.cli.profile", "Record which experts a text uses."),
     "place": ("ktplan.cli.place", "Choose which experts live on the GPU."),
     "emit": ("ktplan.cli.emit", "Write a plan as injection rules or flags for other engines."),
     "run": ("ktplan.cli.run", "Generate text or chat."),
     "eval": ("ktplan.cli.eval", "Measure what quantization and placement cost."),
+    "demo-model": ("ktplan.cli.demo_model", "Build a real MoE model from a package's weights."),
     "demo": ("ktplan.cli.demo", "Walk the whole chain on the embedded model."),
 }
 

@@ -17,10 +17,10 @@ from ktplan.errors import BadInput
 from ktplan.model import families
 from ktplan.model.encodings import METHODS, NUMPY, OTHER_VERSION, Hints, Piece, decode, floats
 from ktplan.model.families import Family, family_in, text_config
-from ktplan.model.header import TensorInfo, refuse_lfs_pointer
+from ktplan.model.header import ITEM_BYTES, TensorInfo, refuse_lfs_pointer
 from ktplan.model.layout import Experts, Sizes, expert_like
 from ktplan.model.shards import find_tensors
-from ktplan.model.source import Array, ExpertWeights
+from ktplan.model.source import Array, ExpertWeights, Place
 from ktplan.model.spec import ModelSpec
 
 _SAMPLE_BYTES = 64  # of each dense tensor, into the fingerprint
@@ -93,6 +93,28 @@ class SafetensorsSource:
         return ExpertWeights(
             gate, matrices["up"], matrices["down"], biases.get("gate"), biases.get("up"), biases.get("down")
         )
+
+    def expert_places(self, layer: int, expert: int) -> tuple[Place, Place, Place] | None:
+        """Where gate, up and down lie as plain rows: gate and up of a fused tensor are its first and second half."""
+        places: dict[str, Place] = {}
+        for role, parts in self._experts.roles(layer, expert).items():
+            matrix = self._experts.matrix(layer, expert, role)
+            info = matrix.parts.get("weight")
+            plain = info is not None and set(parts) == {"weight"} and not matrix.transposed
+            if info is None or not plain or info.dtype not in ("BF16", "F16", "F32"):
+                return None
+            start = info.start + (expert * (info.bytes // info.shape[0]) if matrix.stacked else 0)
+            place = Place(info.file, start, info.dtype, matrix.rows, matrix.columns)
+            if role != "gate_up":
+                places[role] = place
+                continue
+            if self._experts.interleaved(layer):
+                return None
+            half = matrix.rows // 2
+            places["gate"] = place._replace(rows=half)
+            size = half * matrix.columns * ITEM_BYTES[info.dtype]
+            places["up"] = place._replace(rows=half, start=start + size)
+        return (places["gate"], places["up"], places["down"]) if "gate" in places else None
 
     def expert_names(self, layer: int, expert: int) -> dict[str, str]:
         names: dict[str, str] = {}

@@ -47,6 +47,16 @@ class ExpertWeights(_Matrices):
         return made
 
 
+class Place(NamedTuple):
+    """Where a matrix lies as plain numbers, row after row: `dtype` is "BF16", "F16" or "F32"."""
+
+    file: Path
+    start: int
+    dtype: str
+    rows: int
+    columns: int
+
+
 class WeightSource(Protocol):
     """A checkpoint: its description, its experts one at a time, and where everything else lies."""
 
@@ -73,3 +83,10 @@ class WeightSource(Protocol):
 
     def info(self, name: str) -> TensorInfo:
         """Dtype, shape and place of a tensor."""
+
+
+class PlacedSource(WeightSource, Protocol):
+    """A checkpoint that may hold experts as plain numbers, which a reader then takes from the file itself."""
+
+    def expert_places(self, layer: int, expert: int) -> tuple[Place, Place, Place] | None:
+        """Where gate, up and down lie; None where they are stored in another form."""

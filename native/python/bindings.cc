@@ -19,6 +19,7 @@
 
 #include "ktplan/isa.h"
 #include "ktplan/moe.h"
+#include "ktplan/quantize.h"
 #include "ktplan/threads.h"
 
 namespace nb = nanobind;
@@ -396,6 +397,58 @@ std::vector<std::tuple<std::string, std::string, std::string>> tables() {
   return out;
 }
 
+// Quantizes and packs; each task is (matrix [N, K] whose rows may lie apart, packed, scale). Returns for each whether all its
+// values are finite, and the sums over its rows, in order, of squared errors and of squared weights.
+std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& isa, Pool& pool, const nb::list& tasks, int bits,
+                                                           const std::string& rounding, nb::handle multipliers) {
+  table_named(isa);
+  const QuantizeTable* table = find_quantize_table(isa.c_str());
+  if (table == nullptr) wrong("isa", "a set of kernels that quantizes", isa);
+  if (bits != 8 && bits != 4 && bits != 2) wrong("bits", "8, 4 or 2", std::to_string(bits));
+  if (rounding != "kt" && rounding != "mse") wrong("rounding", "'kt' or 'mse'", rounding);
+  const Array grid = array_from<Array>(multipliers, "multipliers");
+  check(grid, "multipliers", dtype_code::UInt, 16, {grid.size()});
+  if (grid.size() == 0) wrong("multipliers", "at least one", "none");
+  const Layout& layout = bits == 8 ? kInt8Layout : kInt4Layout;
+  std::vector<Array> kept;
+  std::vector<QuantizeTask> work;
+  std::vector<std::vector<RowError>> errors;
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const auto given = nb::cast<nb::tuple>(tasks[i]);
+    if (given.size() != 3) wrong("tasks", "three arrays each", std::to_string(given.size()));
+    Array matrix = nb::cast<Array>(given[0]);
+    WritableArray packed = array_from<WritableArray>(given[1], "packed"), scale = array_from<WritableArray>(given[2], "scale");
+    const bool bfloat16 = is_type(matrix.dtype(), dtype_code::UInt, 16);
+    if (!bfloat16 && !is_type(matrix.dtype(), dtype_code::Float, 32)) wrong("matrix", "float32, or bfloat16 as uint16", words(matrix.dtype()));
+    if (matrix.ndim() != 2 || matrix.stride(1) != 1 || matrix.stride(0) < static_cast<std::int64_t>(matrix.shape(1))) {
+      wrong("matrix", "two dimensions, rows without gaps", shape_of(matrix));
+    }
+    const std::size_t n = matrix.shape(0), k = matrix.shape(1);
+    if (n == 0 || n % kStepRows != 0 || k == 0 || k % layout.k_multiple != 0 || k > kMaxInputs) {
+      wrong("matrix", "a multiple of 32 rows and of " + std::to_string(layout.k_multiple) + " columns", shape_of(matrix));
+    }
+    check(packed, "packed", dtype_code::UInt, 8, {layout.packed_bytes(n, k)});
+    check(scale, "scale", dtype_code::Float, 32, {n});
+    errors.emplace_back(n);
+    work.push_back(QuantizeTask{WeightMatrix{matrix.data(), bfloat16, n, k, static_cast<std::size_t>(matrix.stride(0))},
+                                static_cast<std::uint8_t*>(packed.data()), static_cast<float*>(scale.data()), errors.back().data()});
+    kept.push_back(std::move(matrix));
+  }
+  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size()};
+  const auto finite = std::make_unique<bool[]>(work.size());
+  {
+    const nb::gil_scoped_release unlocked;
+    quantize_all(*table, rule, work.data(), work.size(), finite.get(), pool);
+  }
+  std::vector<std::tuple<bool, double, double>> found;
+  for (std::size_t i = 0; i < work.size(); ++i) {
+    RowError total{0.0, 0.0};
+    for (const RowError& row : errors[i]) total.error += row.error, total.energy += row.energy;
+    found.emplace_back(finite[i], total.error, total.energy);
+  }
+  return found;
+}
+
 std::shared_ptr<Pool> new_pool(int threads, int spin_us) {
   if (threads < 1 || threads > 1024) wrong("threads", "1 to 1024", std::to_string(threads));
   if (spin_us < 0 || spin_us > 1000000) wrong("spin_us", "0 to 1000000", std::to_string(spin_us));
@@ -414,6 +467,8 @@ NB_MODULE(_native, m) {
   m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"),
         nb::arg("activation_bits"));
   m.def("swiglu", &swiglu, nb::arg("isa"), nb::arg("gate"), nb::arg("up"));
+  m.def("pack_weights", &pack_weights, nb::arg("isa"), nb::arg("pool"), nb::arg("tasks"), nb::arg("bits"), nb::arg("rounding"),
+        nb::arg("multipliers"));
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
 
   nb::class_<Pool>(m, "Pool")
