@@ -260,7 +260,7 @@ class TestRouting:
         ids[0], ids[1, 0] = (-1, 4), 2**40
         out = self.experts.layer().forward(x, ids, weights)
         assert not out[0].any()
-        np.testing.assert_allclose(out, self.experts.expected(x, ids, weights), atol=1e-4)
+        np.testing.assert_allclose(out, self.experts.expected(x, ids, weights), atol=5e-4)
 
     def test_absent_experts_contribute_nothing(self) -> None:
         held: list[PackedExpert | None] = [*self.experts.packed]
