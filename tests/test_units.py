@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ktplan.errors import BadUsage
@@ -27,6 +29,12 @@ def test_bytes_are_read(text: str, size: int) -> None:
 def test_what_is_no_amount_is_refused(text: str) -> None:
     with pytest.raises(BadUsage, match="not an amount of memory"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("read", [parse_bytes, parse_tokens])
+def test_an_amount_without_end_is_refused(read: Callable[[str], int]) -> None:
+    with pytest.raises(BadUsage, match="is too large"):
+        read("9" * 400)
 
 
 def test_small_k_is_a_thousand_tokens_and_large_k_1024() -> None:

@@ -6,7 +6,6 @@ Commands print through `Output` alone, so `--json`, `-q`, pipes and NO_COLOR are
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from ktplan.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
+_ROOM = 10_000  # columns
 LINE_EVERY_S = 30.0  # progress where there is no terminal: one line at this interval
 
 
@@ -68,7 +68,8 @@ class Output:
             table.add_column(column, justify="right" if number in flush_right else "left", no_wrap=True)
         for row in rows:
             table.add_row(*(str(cell) for cell in row))
-        self._console(sys.stdout).print(table)
+        # A figure cut short is no answer: rows run on, in a pipe as on a narrow terminal.
+        self._console(sys.stdout, width=_ROOM).print(table)
 
     def note(self, text: str) -> None:
         """Something good to know, on stderr."""
@@ -90,11 +91,9 @@ class Output:
         return _Bars(self._console(sys.stderr)) if sys.stderr.isatty() else _Lines()
 
     @staticmethod
-    def _console(stream: Any) -> Console:
+    def _console(stream: Any, width: int | None = None) -> Console:
         from rich.console import Console
 
-        # A pipe must not cut tables: give it room; a terminal keeps its own width.
-        width = None if stream.isatty() or os.environ.get("COLUMNS") else 200
         return Console(file=stream, width=width, highlight=False)
 
 

@@ -191,6 +191,7 @@ def _network(
     else:
         with out.progress().task("loading the model", None):
             whole = network.load_whole(model, dtype)
+        network.fit_torch_threads(whole)
         modules = dict(network.experts_modules(whole))
         how = {"dtype": dtype, "experts": "checkpoint"}
     device = whole.get_input_embeddings().weight.device

@@ -229,9 +229,13 @@ def _read_line() -> str | None:
 
 def _from_stdin(read: Callable[[], str]) -> str:
     try:
-        return read()
-    except UnicodeDecodeError as fault:
-        raise BadUsage(f"stdin is not UTF-8 text: {fault.reason}", hint="convert it to UTF-8 first") from None
+        text = read()
+        text.encode()  # in the C locale Python lets foreign bytes through as half surrogates
+    except UnicodeError as fault:
+        raise BadUsage(
+            f"stdin is not UTF-8 text: {getattr(fault, 'reason', fault)}", hint="convert it to UTF-8 first"
+        ) from None
+    return text
 
 
 def figures(stats: RunStats, load_seconds: float) -> str:

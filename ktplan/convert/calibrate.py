@@ -139,6 +139,7 @@ class LayerByLayer:
     ) -> None:
         self._source, self._device = source, torch.device(device)
         self._model = network.skeleton(model_path, torch.float32)
+        network.fit_torch_threads(self._model)
         self._experts = network.experts_modules(self._model)
         # The stack of layers that holds the experts, in whatever it is nested: "model", "model.language_model" ...
         self._prefix = next(iter(self._experts.values()))[0].split(".layers.")[0]

@@ -35,11 +35,13 @@ from ktplan.network.skeleton import (
     skeleton,
     tokenizer,
 )
+from ktplan.network.threads import fit_torch_threads, torch_threads
 
 __all__ = [
     "DenseLoad",
     "as_dtype",
     "experts_modules",
+    "fit_torch_threads",
     "layer_of",
     "load_dense",
     "load_experts",
@@ -50,5 +52,6 @@ __all__ = [
     "tensor_of",
     "text_encoder",
     "tokenizer",
+    "torch_threads",
     "unload",
 ]

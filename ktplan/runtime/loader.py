@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from ktplan.kernels import Pool
     from ktplan.placement import PlacementPlan
 
-# One core reads so much in 0.1 ms; for less, the 10 to 20 us that threads need to meet are not worth it.
-_BYTES_PER_THREAD = 1 << 20
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
@@ -220,7 +217,7 @@ def build(
         progress=progress,
     )
     connect(model, skip=experts.values())
-    torch.set_num_threads(torch_threads(model, threads))
+    network.fit_torch_threads(model, threads)
     unused = (f"not used from the checkpoint: {', '.join(dense.unused[:5])}",) if dense.unused else ()
     return Network(
         model=model.eval(),
@@ -256,18 +253,6 @@ def mount(model: nn.Module, experts: Mapping[int, HybridExperts]) -> None:
     for module in experts.values():
         parent, _, leaf = module.place.name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module)
-
-
-def torch_threads(model: nn.Module, threads: int | None) -> int:
-    """How many threads torch gets: those asked for, or no more than the dense matrices on the CPU can use."""
-    if threads is not None:
-        return threads
-    sizes = [
-        parameter.nbytes
-        for name, parameter in model.named_parameters()
-        if network.layer_of(name) is not None and parameter.device.type == "cpu"
-    ]
-    return max(1, min(torch.get_num_threads(), max(sizes, default=0) // _BYTES_PER_THREAD))
 
 
 class _Builder:

@@ -58,3 +58,9 @@ def test_the_embedded_text_has_two_disjoint_parts() -> None:
     assert len(ids[0]) > 50 and len(ids[1]) > 50 and not ids[0] & ids[1]
     with pytest.raises(BadUsage, match="corpus:train"):
         corpus_files("train")
+
+
+@pytest.mark.parametrize("argument", ["~nosuchuser/model", "", "x" * 5000])
+def test_what_cannot_be_a_path_is_refused_in_words(argument: str) -> None:
+    with pytest.raises(BadInput, match="no model at|cannot be looked at: File name too long"):
+        locate(argument)

@@ -161,6 +161,7 @@ def test_a_git_lfs_pointer_is_called_one(copy: Path) -> None:
         (struct.pack("<Q", 4) + b"nope", "not JSON"),
         (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
         (b"", "cut off"),
+        (struct.pack("<Q", 20) + b'{"__metadata__":[1]}', "metadata in its header"),
     ],
 )
 def test_a_broken_header_is_refused(copy: Path, header: bytes, says: str) -> None:
@@ -176,6 +177,9 @@ def test_a_broken_header_is_refused(copy: Path, header: bytes, says: str) -> Non
         ({"dtype": "BF16", "shape": [-1], "data_offsets": [0, 64]}, "damaged"),
         ({"dtype": "BF16", "shape": [32]}, "damaged"),
         ({"dtype": "BF16", "shape": [32], "data_offsets": [8, 72]}, "hole"),
+        ({"dtype": ["BF16"], "shape": [32], "data_offsets": [0, 64]}, "damaged"),
+        ({"dtype": "BF16", "shape": [True, 32], "data_offsets": [0, 64]}, "damaged"),
+        ({"dtype": "new", "shape": [4], "data_offsets": [8, 4]}, "damaged"),
     ],
 )
 def test_a_header_that_contradicts_itself_names_the_tensor(copy: Path, entry: Any, says: str) -> None:
@@ -216,6 +220,12 @@ def test_layers_beyond_the_models_own_are_left_out(copy: Path) -> None:
         ({"model_type": "wonder_moe"}, "model_type 'wonder_moe' is not known.*experts.N.gate_proj"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method 'bitsandbytes'"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "dense model"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers is 1, a list"),
+        ({"mlp_layer_types": 1}, "mlp_layer_types is 1, a list"),
+        ({"quantization_config": "gptq"}, "quantization_config is 'gptq', an object"),
+        ({"num_experts_per_tok": 0}, "a token chooses 0 of 16 experts"),
+        ({"num_experts_per_tok": 17}, "a token chooses 17 of 16 experts"),
+        ({"num_hidden_layers": 10**12}, "counts 1,000,000,000,000 layers"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_by_name(
@@ -394,3 +404,18 @@ def test_the_thinker_of_an_omni_model_is_read_and_its_talker_left_alone(copy: Pa
     assert source.spec.expert_params == open_source(tiny).spec.expert_params
     assert source.expert_names(2, 1)["down"] == "thinker.model.layers.2.mlp.experts.1.down_proj.weight"
     np.testing.assert_array_equal(source.expert(2, 1).down, open_source(tiny).expert(2, 1).down)
+
+
+def test_bytes_behind_the_last_tensor_are_damage(copy: Path) -> None:
+    with (copy / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(BadInput, match="its header describes"):
+        open_source(copy)
+
+
+@pytest.mark.parametrize("file", [5, None, ""])
+def test_an_index_that_names_no_file_is_refused(copy: Path, file: object) -> None:
+    index = {"weight_map": {"lm_head.weight": file, "model.norm.weight": "model.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadInput, match="names no file for lm_head.weight"):
+        open_source(copy)

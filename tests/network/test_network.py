@@ -182,6 +182,27 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
         network.tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_attention_heads", 0), ("vocab_size", None), ("hidden_act", None), ("decoder_sparse_step", 0),
+     ("pad_token_id", 99_999), ("rope_scaling", {"type": "spiral"})],
+)  # fmt: skip
+def test_a_config_that_transformers_stumbles_over_is_bad_input(
+    key: str, value: object, tiny: Path, tmp_path: Path
+) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(BadInput, match="transformers cannot use") as refusal:
+        network.skeleton(tmp_path)
+    assert "\n" not in refusal.value.message
+
+
+def test_a_tokenizer_that_knows_no_text_is_none(tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny / "config.json", tmp_path)
+    with pytest.raises(BadInput, match="has no tokenizer|transformers cannot use"):
+        network.tokenizer(tmp_path)
+
+
 def test_special_tokens_are_told_apart(tiny: Path) -> None:
     tokenizer = network.tokenizer(tiny)
     encoded = network.text_encoder(tokenizer)("In the beginning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -160,7 +161,7 @@ def test_frequency_needs_a_profile_and_the_right_one(
         4, "is not an activation-profile"
     )
     cli("place", "tiny", "--profile", profile, "--ratio", "0.3", "-o", profile).refused(
-        2, "is the profile itself"
+        2, "is read by this command"
     )
     assert not output.exists()
 
@@ -194,3 +195,16 @@ def test_planning_loads_no_torch() -> None:
         "print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_no_output_takes_the_place_of_an_input(cli: Cli, tiny: Path, profile: Path, tmp_path: Path) -> None:
+    model, plan = tmp_path / "model", tmp_path / "plan.json"
+    shutil.copytree(tiny, model)
+    asked = ("place", model, "--profile", profile, "--ratio", "0.3", "-o")
+    cli(*asked, plan).ok()
+    held = plan.read_bytes()
+    for output in (profile, model / "config.json"):
+        cli(*asked, output).refused(2, "is read by this command", str(output))
+    cli("emit", plan, "-o", plan).refused(2, "is read by this command", str(plan))
+    assert plan.read_bytes() == held
+    assert (model / "config.json").read_bytes() == (tiny / "config.json").read_bytes()

@@ -97,8 +97,12 @@ def test_outputs_that_cannot_be_are_refused_before_any_work(cli: Cli, tmp_path: 
     text.write_text("some text")
     cli("profile", "tiny", "--dataset", text, "-o", tmp_path).refused(2, "is a folder")
     cli("profile", "tiny", "--dataset", text, "-o", tmp_path / "none" / "p.safetensors").refused(
-        2, "does not exist"
+        2, "is not a folder that exists"
     )
-    cli("profile", "tiny", "--dataset", text, "-o", text).refused(2, "is one of the texts")
+    cli("profile", "tiny", "--dataset", text, "-o", text).refused(2, "is read by this command")
+    for name in ("", ".", "/"):
+        cli("profile", "tiny", "--dataset", text, "-o", name).refused(2, "a file is to be written")
+    cli("profile", "tiny", "--dataset", text, "-o", tmp_path / "p.png").refused(2, "profile and heat map")
+    cli("profile", "tiny", "--dataset", text, "--plot", tmp_path / "p.svg").refused(2, "written as PNG")
     cli("profile", "tiny", "--dataset", text, "--plot", "x.png", "--no-plot").refused(2, "exclude each other")
     assert text.read_text() == "some text"

@@ -193,6 +193,14 @@ ONE = CANONICAL.partition("- match:\n    class")[0]
         ),
         ("[" * 10_000, ["not valid YAML"]),
         ("- &a [*a]\n", ["line 1"]),
+        ("- match: {name: 'a\0b'}\n", ["not valid YAML", "special characters"]),
+        ("- match: {name: 'a{99999999999999999999}'}\n  replace: {}\n", ["line 1", "regular expression"]),
+        (
+            "- match: {name: a}\n  replace: {kwargs: {generate_device: 2001-13-45}}\n",
+            ["line 2", "generate_device cannot be read"],
+        ),
+        (f"- match: {{name: a}}\n  replace: {{class: {HYBRID}, kwargs: {{gpu_experts: 0-9999999}}}}\n", ["0-9999999"]),
+        ("- match: {name: a}\n  replace: {kwargs: {generate_device: 'cuda:9999'}}\n", ["line 2", "cuda:9999"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_with_its_line(text: str, words: list[str]) -> None:

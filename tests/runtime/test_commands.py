@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -186,7 +188,11 @@ def test_gpu_experts_come_from_gptq_weights(
     rules_file.with_name("more.yaml").write_text(rules_file.read_text().replace("0-3,7", "0-4,7"))
     more = rules_file.with_name("more.yaml")
     refused = ktplan(*asked, "--rules", more, "--dataset", tmp_path / "text.txt")
-    refused.refused(4, "lack expert 4 of layer 0", "convert-gpu")
+    refused.refused(4, str(tmp_path / "w8"), "the first is expert 4 of layer 0", "convert-gpu")
+    # Without a plan and rules, what the folder holds goes to the GPU: it is never left aside in silence.
+    told = ktplan("run", "tiny", "--gpu-weights", tmp_path / "w8", "--dry-run", "--json").json()
+    assert told["gpu_experts"] == {str(layer): "0-3,7" for layer in range(4)}
+    assert "the 20 experts of" in told["notes"][0]
 
 
 def test_a_plan_is_run(ktplan: Cli, tiny: Path, tmp_path: Path, store_of: Callable[..., Path]) -> None:
@@ -216,3 +222,62 @@ def test_a_plan_of_another_model_is_refused(
     plan = tmp_path / "plan.json"
     ktplan("place", "tiny", "--strategy", "uniform", "--gpu-experts", "4", "-o", plan)
     ktplan("run", family_checkpoint("olmoe"), "--plan", plan, "--prompt", "x").refused(4, "another model")
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """The embedded model, to be damaged."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ('{"eos_token_id": "end"}', "eos_token_id is 'end'"),
+        ("version https://git-lfs.github.com/spec/v1\n", "generation_config.json is"),
+    ],
+)
+def test_a_damaged_generation_config_is_named(ktplan: Cli, model: Path, text: str, word: str) -> None:
+    (model / "generation_config.json").write_text(text)
+    ktplan("run", model, "--prompt", "x", "--threads", "1").refused(
+        4, "generation_config.json", word, "hint:"
+    )
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ 1 + 'a' }}", "{{ a.b.c }}"])
+def test_a_template_that_stumbles_is_named(ktplan: Cli, model: Path, template: str) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    done = ktplan("run", model, "--chat", "--threads", "1", input="Hello\n")
+    done.refused(4, "chat template refuses the conversation")
+
+
+def test_a_model_without_tokenizer_is_refused_before_its_weights_are_loaded(ktplan: Cli, model: Path) -> None:
+    for file in model.glob("*token*"):
+        file.unlink()
+    done = ktplan("run", model, "--prompt", "x", "--threads", "1")
+    done.refused(4, "has no tokenizer", "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.experts.3.up_proj.weight"])
+def test_a_weight_that_is_no_number_is_named_and_not_computed_with(
+    ktplan: Cli, model: Path, name: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors[name][2, 5] = float("nan")
+    save_file(tensors, model / "model.safetensors")
+    for arguments in (("run", model, "--prompt", "x"), ("eval", model, "--dataset", "corpus:test")):
+        done = ktplan(*arguments, "--threads", "1")
+        done.refused(4, str(model), "1 values that are NaN or infinite", "nan at [")
+        assert done.stdout == ""
+
+
+def test_stdin_in_another_encoding_is_refused(cli: Cli, tiny: Path) -> None:
+    work = [sys.executable, "-m", "ktplan", "run", "tiny", "--chat", "--threads", "1"]
+    done = subprocess.run(work, input=b"\xff\xfe\n", capture_output=True)
+    assert done.returncode == 2 and b"error: stdin is not UTF-8 text" in done.stderr

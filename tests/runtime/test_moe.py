@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from ktplan import network
 from ktplan.errors import BadInput, DoesNotFit
 from ktplan.model import ExpertWeights, open_source
+from ktplan.network import torch_threads
 from ktplan.rules import Rules
 from ktplan.runtime.device_experts import DeviceExperts
 from ktplan.runtime.inject import LayerExperts
-from ktplan.runtime.loader import build, check_memory, open_sources, prepare, torch_threads
+from ktplan.runtime.loader import build, check_memory, open_sources, prepare
 from ktplan.runtime.moe import DECODE, PREFILL, HybridExperts, RouteCounters
 from ktplan.store import ExpertStore
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from ktplan.errors import BadUsage
+from ktplan.errors import BadInput, BadUsage
 from ktplan.runtime.sampling import Sampler, Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -8.0])
@@ -76,3 +76,15 @@ def test_the_same_seed_draws_the_same() -> None:
 def test_impossible_settings_are_refused(how: dict[str, float]) -> None:
     with pytest.raises(BadUsage, match="must lie in"):
         Sampling(**how)  # type: ignore[arg-type]
+
+
+def test_no_token_is_drawn_from_what_is_no_number() -> None:
+    for temperature in (0.0, 1.0):
+        with pytest.raises(BadInput, match="2 of the model's 3 logits are NaN"):
+            Sampler(Sampling(temperature=temperature))(torch.tensor([1.0, torch.nan, torch.nan]), ())
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(BadUsage, match=f"the seed is {seed}"):
+        Sampling(seed=seed)
