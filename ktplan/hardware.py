@@ -107,7 +107,9 @@ def usable_cores(root: Path = Path("/")) -> Cores:
     to the rest of the program where that makes more than four.
     """
     cpus = root / "sys/devices/system/cpu"
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    allowed = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
     siblings = {cpu: _first_sibling(cpus, cpu) for cpu in allowed}
     physical = len(set(siblings.values()))
     quota = _quota(root)
@@ -160,7 +162,11 @@ def detect_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str]:
         query = "--query-gpu=index,name,memory.total,memory.free,driver_version"
         try:
             done = subprocess.run(
-                [program, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=False
+                [program, query, "--format=csv,noheader,nounits"],
+                capture_output=True,
+                text=True,
+                timeout=20,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return (), f"nvidia-smi did not answer: {error}"
@@ -187,7 +193,9 @@ def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
         if len(fields) != 5 or not fields[0].isdigit():
             continue
         total, free = (int(f) << 20 if f.isdigit() else None for f in fields[2:4])
-        gpus.append(Gpu(index=int(fields[0]), name=fields[1], memory_total=total, memory_free=free, driver=fields[4]))
+        gpus.append(
+            Gpu(index=int(fields[0]), name=fields[1], memory_total=total, memory_free=free, driver=fields[4])
+        )
     return tuple(gpus)
 
 
@@ -233,7 +241,9 @@ def _cgroup_values(root: Path, name: str) -> Iterable[str]:
 
 
 def _quota(root: Path) -> float | None:
-    quotas = [quota for text in _cgroup_values(root, "cpu.max") if (quota := parse_cpu_quota(text)) is not None]
+    quotas = [
+        quota for text in _cgroup_values(root, "cpu.max") if (quota := parse_cpu_quota(text)) is not None
+    ]
     return min(quotas, default=None)
 
 

@@ -56,7 +56,8 @@ def isa(wanted: str | None = None) -> Chosen[str]:
     known = {name: missing for name, _, missing in tables}
     if asked not in known:
         raise MachineLacks(
-            f"instruction set {asked!r} is not in this build ({source})", hint=f"use one of: {', '.join(runnable)}"
+            f"instruction set {asked!r} is not in this build ({source})",
+            hint=f"use one of: {', '.join(runnable)}",
         )
     if known[asked]:
         raise MachineLacks(
@@ -252,7 +253,9 @@ def _part_width(part: Sequence[PackedExpert | None], p: int, hidden: int, bits: 
     return width
 
 
-def quantize_rows(x: F32, bits: int, *, isa: str, numerics: Numerics = "ktplan") -> tuple[npt.NDArray[np.int32], F32]:
+def quantize_rows(
+    x: F32, bits: int, *, isa: str, numerics: Numerics = "ktplan"
+) -> tuple[npt.NDArray[np.int32], F32]:
     """Activations [rows, K] as the kernels see them: integer levels [rows, K] and scales [rows]. For tests."""
     return _native.quantize(isa, x, bits, numerics)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import model_argument, output_options
+from ktplan.cli.options import model_argument, model_word, output_options
 from ktplan.cli.output import Output
 from ktplan.units import format_bytes, format_rate, format_seconds
 
@@ -95,7 +95,7 @@ def convert_cpu_command(
         return
     report = convert_cpu(source, output, scheme, numa_parts, threads=threads, progress=out.progress())
     out.report("convert-cpu-report", _report_body(report), lambda: _show_report(report, out))
-    out.hint(f"ktplan run {model} --store {output}")
+    out.hint(f"ktplan run {model_word(model)} --store {output}")
 
 
 def _note_what_is_left_out(source: SafetensorsSource, out: Output) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import TokenCount, dataset_option, model_argument, output_options
+from ktplan.cli.options import TokenCount, dataset_option, model_argument, model_word, output_options
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
 from ktplan.units import format_bytes, format_seconds
@@ -155,8 +155,11 @@ def convert_gpu_command(
     if report.plan.folder.complete:
         out.note(f"{output} is a model of its own: vLLM, SGLang and GPTQModel load it")
     else:
-        out.note(f"{output} holds experts only and is no model of its own; it goes with {model}")
-    out.hint(f"ktplan run {model} --gpu-weights {output}" + (f" --plan {plan_path}" if plan_path else ""))
+        out.note(f"{output} holds experts only and is no model of its own; it goes with {model_word(model)}")
+    out.hint(
+        f"ktplan run {model_word(model)} --gpu-weights {output}"
+        + (f" --plan {plan_path}" if plan_path else "")
+    )
 
 
 def _check_usage(method: str, dataset: tuple[Path, ...], max_tokens: int, chunk: int) -> None:

@@ -49,7 +49,13 @@ _REMARKS = {
     show_default=True,
     help="Folder for the files.",
 )
-@click.option("--tokens", type=int, default=16384, show_default=True, help="Held-out tokens to evaluate on.")
+@click.option(
+    "--tokens",
+    type=int,
+    default=16384,
+    show_default=True,
+    help="Held-out tokens to evaluate on; profiles take six times, calibration twice as many.",
+)
 @output_options
 def demo_command(output: Path, tokens: int, out: Output) -> None:
     """Walk the whole chain on the embedded model, with real text.
@@ -100,12 +106,14 @@ def _chain(walk: _Walk, tokens: int) -> dict[str, dict[str, Any]]:
         walk.file("held-out.safetensors"),
         walk.file("plan.json"),
     )
-    walk.run("profile", "tiny", "--dataset", "corpus:profile", "-o", profile)
-    walk.run("profile", "tiny", "--dataset", "corpus:test", "-o", held_out, "--no-plot")
+    walk.run("profile", "tiny", "--dataset", "corpus:profile", "--max-tokens", 6 * tokens, "-o", profile)
+    walk.run(
+        "profile", "tiny", "--dataset", "corpus:test", "--max-tokens", 6 * tokens, "-o", held_out, "--no-plot"
+    )
     walk.run("place", "tiny", "--profile", profile, "--strategy", "frequency", "--ratio", "0.3", "-o", plan)
     walk.run(
         "convert-gpu", "tiny", "-o", walk.file("gpu-w4"), "--bits", "4", "--plan", plan, "--dataset", "corpus:profile",
-        "--max-tokens", "32k",
+        "--max-tokens", 2 * tokens,
     )  # fmt: skip
     walk.run("emit", plan, "--for", "ktplan", "-o", walk.file("rules.yaml"))
     walk.run("emit", plan, "--for", "sglang-kt", "-o", walk.file("sglang-kt"))

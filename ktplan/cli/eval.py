@@ -83,12 +83,8 @@ def eval_command(
     if warning := corpus.warning():
         out.warn(warning)
     rules = read_rules(model, plan_file, rules_file)
-    import torch
-
     from ktplan.runtime.loader import open_sources, prepare
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     prepared = [
         prepare(open_sources(model, store, gpu_weights), rules=rules, dtype=dtype)
         for store in (stores or (None,))

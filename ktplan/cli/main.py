@@ -68,13 +68,13 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> int:
     debug = bool(os.environ.get("KTPLAN_DEBUG"))
     try:
-        root.main(args=arguments, prog_name="ktplan", standalone_mode=False)
+        # Outside its standalone mode click returns the code of an Exit instead of raising it.
+        code = root.main(args=arguments, prog_name="ktplan", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except KtplanError as fault:
         if debug:
             raise
         return _tell(fault.message, fault.hint, fault.exit_code)
-    except click.exceptions.Exit as leave:
-        return leave.exit_code
     except click.ClickException as fault:
         fault.show()
         return fault.exit_code
@@ -88,7 +88,6 @@ def _run(arguments: list[str] | None) -> int:
         if debug:
             raise
         return _tell(str(fault) or "out of memory", "KTPLAN_DEBUG=1 shows where it happened", 1)
-    return 0
 
 
 def _tell(message: str, hint: str | None, code: int) -> int:

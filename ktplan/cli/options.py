@@ -53,6 +53,13 @@ class _ModelPath(click.ParamType[Path]):
         return value if isinstance(value, Path) else locate(value)
 
 
+def model_word(model: Path) -> str:
+    """What a user types to name this model again, for the hint that shows the next command."""
+    from ktplan.model.embedded import TINY
+
+    return "tiny" if model == TINY else str(model)
+
+
 def model_argument(function: F) -> F:
     """MODEL: a folder, an id in the local Hugging Face cache, or `tiny`; the command gets `model: Path`."""
     return click.argument("model", type=_ModelPath())(function)

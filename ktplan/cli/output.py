@@ -60,15 +60,10 @@ class Output:
         """A table on stdout; `right` lists the column numbers to align right (numbers)."""
         from rich.table import Table
 
+        if title is not None:
+            click.secho(title, bold=True)
         flush_right = set(right)
-        table = Table(
-            title=title,
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            pad_edge=False,
-            padding=(0, 2, 0, 0),
-        )
+        table = Table(box=None, show_header=any(columns), pad_edge=False, padding=(0, 2, 0, 0))
         for number, column in enumerate(columns):
             table.add_column(column, justify="right" if number in flush_right else "left", no_wrap=True)
         for row in rows:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import TokenCount, dataset_option, model_argument, output_options
+from ktplan.cli.options import TokenCount, dataset_option, model_argument, model_word, output_options
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage, DoesNotFit, KtplanError
 from ktplan.units import format_bytes, format_percent
@@ -17,7 +17,7 @@ from ktplan.units import format_bytes, format_percent
 if TYPE_CHECKING:
     from ktplan.model import ModelSpec
     from ktplan.profile import ActivationProfile, Corpus
-    from ktplan.profile.recorder import Encoded, Tokens
+    from ktplan.profile.recorder import Tokens
 
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 _MEMORY_SHARE = (
@@ -95,12 +95,14 @@ def profile_command(
     spec = read_spec(model)
     corpus = read_corpus(dataset, text_field, strict=strict)
     _tell_corpus(corpus, out)
+    from ktplan import network  # torch comes with it: only once the inputs are known to be good
+
     modules, forward, how = _network(model, store, dtype if store else _dtype(spec, dtype, out), out)
     profile = record(
         spec,
         corpus,
         modules=modules,
-        encode=_encoder(model),
+        encode=network.text_encoder(network.tokenizer(model)),
         forward=forward,
         chunk=chunk,
         max_tokens=max_tokens,
@@ -115,7 +117,7 @@ def profile_command(
     body = _body(profile, corpus, output, picture)
     out.report("profile-report", body, lambda: _render(profile, corpus, out))
     out.note(f"wrote {output}" + (f" and {picture}" if picture else ""))
-    out.hint(f"ktplan place {model} --profile {output} --ratio 0.3 -o plan.json")
+    out.hint(f"ktplan place {model_word(model)} --profile {output} --ratio 0.3 -o plan.json")
 
 
 def _check_place(path: Path, dataset: tuple[Path, ...]) -> None:
@@ -197,26 +199,6 @@ def _network(
             return whole.base_model(input_ids=torch.from_numpy(ids).to(device), use_cache=False)
 
     return modules, forward, how
-
-
-def _encoder(model: Path) -> Callable[[str], Encoded]:
-    import numpy as np
-
-    from ktplan import network
-    from ktplan.profile.recorder import Encoded
-
-    tokenizer = network.tokenizer(model)
-
-    def encode(text: str) -> Encoded:
-        encoded = tokenizer(text, return_special_tokens_mask=True, verbose=False)
-        ids = np.asarray(encoded["input_ids"], dtype=np.int64)
-        own = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
-        if not len(own):
-            return Encoded((), ids[:0])
-        # A beginning-of-text token stays in front of every stretch, as the model was trained; one after the end goes.
-        return Encoded(tuple(ids[: own[0]].tolist()), ids[own[0] : own[-1] + 1])
-
-    return encode
 
 
 def _body(profile: ActivationProfile, corpus: Corpus, output: Path, picture: Path | None) -> dict[str, Any]:

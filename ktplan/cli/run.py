@@ -181,13 +181,9 @@ def read_rules(model: Path, plan_file: Path | None, rules_file: Path | None) -> 
 
 
 def _engine(prepared: Prepared, threads: int | None, activation_bits: int, out: Output) -> Engine:
-    import torch
-
     from ktplan.runtime.engine import start
     from ktplan.runtime.loader import build
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     loaded = build(prepared, threads=threads, activation_bits=activation_bits, progress=out.progress())
     for note in loaded.notes[len(prepared.notes) :]:
         out.note(f"note: {note}")

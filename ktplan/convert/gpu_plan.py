@@ -30,7 +30,7 @@ from ktplan.units import format_bytes
 
 # What activations may take in memory before they are kept as bfloat16, and then in a file.
 _BUFFER_BYTES = 2 << 30
-_RECORD_BYTES = 1024  # of gpu-experts.json and the index, for each expert: a generous allowance
+_RECORD_BYTES = 2048  # of gpu-experts.json and the index, for each expert: a generous allowance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,9 @@ class CpuExperts:
         return result
 
 
-def _readable(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _readable(
+    hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tensors as the native engine takes them: without gradient, in order, states float32 or bfloat16."""
-    states, *rest = (tensor.detach().contiguous() for tensor in tensors)
-    return (states if states.dtype in _NATIVE else states.float(), *rest)
+    states = hidden if hidden.dtype in _NATIVE else hidden.float()
+    return states.detach().contiguous(), index.contiguous(), weights.detach().contiguous()

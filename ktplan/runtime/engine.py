@@ -258,11 +258,7 @@ def load(
         rules = rules_of_plan(plan, model)
     sources = open_sources(model, store, gpu_weights)
     prepared = check_memory(prepare(sources, rules=rules, dtype=dtype, device=device), gpu_memory)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return start(
-        build(prepared, threads=threads, activation_bits=activation_bits, progress=progress),
-    )
+    return start(build(prepared, threads=threads, activation_bits=activation_bits, progress=progress))
 
 
 def start(loaded: Network) -> Engine:

@@ -165,7 +165,8 @@ void dot_rows(const WeightStep& step, const Row* const* rows, std::size_t count,
 }
 
 template <std::size_t kBits>
-void project(const WeightStep& step, const Row* const* rows, std::size_t count, float* out, std::size_t stride) noexcept {
+void project(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead&, float* out,
+             std::size_t stride) noexcept {
   double totals[kMaxRows * kStepRows];
   dot_rows<kBits>(step, rows, count, totals);
   for (std::size_t r = 0; r < count; ++r) {

@@ -24,6 +24,15 @@ using namespace numerics;
 template <int kPlanes, std::size_t kBits>
 constexpr int kMaxRows = 12 / kPlanes;  // 12 rows x 2 tiles of accumulators, 2 weights, the rest for broadcasts
 
+#ifndef INORDER
+#define INORDER 2
+#endif
+#ifndef NEAR
+#define NEAR 4096
+#endif
+constexpr int kInOrderRows = INORDER;       // rows times planes up to which the weights are read strictly in order
+constexpr std::size_t kNear = NEAR;  // how far ahead the others prefetch
+
 std::size_t row_bytes(std::size_t k, int bits) noexcept { return bits == 8 ? k : 2 * k; }
 
 Row quantize(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
@@ -89,25 +98,87 @@ void levels(const Row& row, std::size_t k, int bits, std::int32_t* out) noexcept
   return _mm512_set1_epi32(value);
 }
 
-// Adds four inputs of 16 + 16 columns to the sums of all rows; w0 and w1 hold level + 128.
+// 64 bytes of weights as level + 128: 16 columns x 4 inputs (int8), or the inputs of the low and those of the high nibbles.
+template <std::size_t kBits>
+struct Levels {
+  __m512i of[8 / kBits];
+};
+
+template <std::size_t kBits>
+[[gnu::always_inline]] inline Levels<kBits> load(const std::uint8_t* w) {
+  const __m512i bytes = _mm512_loadu_si512(w);
+  const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
+  if constexpr (kBits == 8) {
+    return {_mm512_xor_si512(bytes, offset)};
+  } else {  // (byte ^ 0x80) & 0xf0 in one operation
+    const __m512i upper = _mm512_set1_epi8(static_cast<char>(0xf0));
+    return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(bytes, 4), offset, upper, 0x28),
+            _mm512_ternarylogic_epi32(bytes, offset, upper, 0x28)};
+  }
+}
+
+[[gnu::always_inline]] inline void prefetch_near(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+[[gnu::always_inline]] inline void prefetch_far(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+
 template <int kRows, int kPlanes>
-[[gnu::always_inline]] inline void multiply(__m512i (&sums)[kRows][kPlanes][2], __m512i w0, __m512i w1,
-                                            const std::uint8_t* const (&row)[kRows], std::size_t at) {
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
+using Sums = __m512i[kRows][kPlanes][2];
+
+// One k-step (2 KB of weights) for few rows: tile after tile, so that memory is read strictly in order. `a`: bytes of a row in
+// the k-step's first word.
+template <int kRows, int kPlanes, std::size_t kBits>
+[[gnu::always_inline]] inline void step_in_order(Sums<kRows, kPlanes>& sums, const std::uint8_t* w, const std::uint8_t* const (&row)[kRows],
+                                                 std::size_t at) {
 #pragma GCC unroll 2
-    for (int p = 0; p < kPlanes; ++p) {
-      const __m512i a = broadcast(row[r] + at + 4 * p);
-      sums[r][p][0] = _mm512_dpbusd_epi32(sums[r][p][0], w0, a);
-      sums[r][p][1] = _mm512_dpbusd_epi32(sums[r][p][1], w1, a);
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 16
+    for (int word = 0; word < 16; ++word) {
+      const Levels<kBits> levels = load<kBits>(w + tile * kTileBytes + word * 64);
+#ifdef SPF
+      prefetch_near(w + SPF + tile * kTileBytes + word * 64);
+#endif
+#pragma GCC unroll 2
+      for (int half = 0; half < static_cast<int>(8 / kBits); ++half) {
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+          for (int p = 0; p < kPlanes; ++p) {
+            const __m512i a = broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
+            sums[r][p][tile] = _mm512_dpbusd_epi32(sums[r][p][tile], levels.of[half], a);
+          }
+        }
+      }
     }
   }
 }
 
-// sums[row][plane][tile] = the dot products, exact, the offset of the weights taken off. The sums must stay in registers: every loop
-// that indexes them is unrolled, or the compiler keeps the array in memory.
+// One k-step for many rows: both tiles at once, so that a broadcast serves two products. The interleaved reading defeats the
+// hardware's prefetching, so lines are asked for in order, kNear bytes ahead.
 template <int kRows, int kPlanes, std::size_t kBits>
-[[gnu::always_inline]] inline void dot_rows(const WeightStep& step, const Row* const* rows, __m512i (&sums)[kRows][kPlanes][2]) {
+[[gnu::always_inline]] inline void step_in_pairs(Sums<kRows, kPlanes>& sums, const std::uint8_t* w, const std::uint8_t* const (&row)[kRows],
+                                                 std::size_t at) {
+  for (int word = 0; word < 16; ++word) {
+    const Levels<kBits> first = load<kBits>(w + word * 64), second = load<kBits>(w + kTileBytes + word * 64);
+    PN(w + kNear + word * 128);
+    PN(w + kNear + word * 128 + 64);
+#pragma GCC unroll 2
+    for (int half = 0; half < static_cast<int>(8 / kBits); ++half) {
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int p = 0; p < kPlanes; ++p) {
+          const __m512i a = broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
+          sums[r][p][0] = _mm512_dpbusd_epi32(sums[r][p][0], first.of[half], a);
+          sums[r][p][1] = _mm512_dpbusd_epi32(sums[r][p][1], second.of[half], a);
+        }
+      }
+    }
+  }
+}
+
+// sums[row][plane][tile] = the dot products, exact, the offset of the weights taken off. The sums must stay in registers: every
+// loop that indexes them is unrolled, or the compiler keeps the array in memory.
+template <int kRows, int kPlanes, std::size_t kBits>
+[[gnu::always_inline]] inline void dot_rows(const WeightStep& step, const Row* const* rows, const Ahead& ahead, Sums<kRows, kPlanes>& sums) {
   constexpr Layout layout = kBits == 8 ? kInt8Layout : kInt4Layout;
   const std::uint8_t* row[kRows];
 #pragma GCC unroll 12
@@ -118,57 +189,19 @@ template <int kRows, int kPlanes, std::size_t kBits>
       sums[r][p][0] = sums[r][p][1] = _mm512_set1_epi32(rows[r]->sums[p] * -128);
     }
   }
-  const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
-  const __m512i upper = _mm512_set1_epi8(static_cast<char>(0xf0));
   std::size_t at = 0;  // bytes of the rows consumed
   for (std::size_t kb = 0; kb * layout.block_bytes < step.row_bytes; ++kb) {
     const Segment segment = segment_at(step, layout.block_bytes, kb);
     const std::uint8_t* w = segment.bytes;
     const std::uint8_t* const end = w + segment.row_bytes * kStepRows;
+    const std::ptrdiff_t to_next = ahead.next == nullptr ? 0 : segment_at(*ahead.next, layout.block_bytes, kb).bytes - w;
     for (; w != end; w += 2 * kTileBytes) {
-#ifdef SEQ
-      if constexpr (kRows * kPlanes <= SEQ) {
-#pragma GCC unroll 2
-        for (int tile = 0; tile < 2; ++tile) {
-#pragma GCC unroll 16
-        for (int word = 0; word < 16; ++word) {
-          const __m512i b = _mm512_loadu_si512(w + tile * kTileBytes + word * 64);
-          const __m512i lo = kBits == 8 ? _mm512_xor_si512(b, offset) : _mm512_ternarylogic_epi32(_mm512_slli_epi16(b, 4), offset, upper, 0x28);
-          const __m512i hi = _mm512_ternarylogic_epi32(b, offset, upper, 0x28);
-#pragma GCC unroll 12
-          for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-          for (int p = 0; p < kPlanes; ++p) {
-          sums[r][p][tile] = _mm512_dpbusd_epi32(sums[r][p][tile], lo, broadcast(row[r] + at + 4 * kPlanes * word + 4 * p));
-          if constexpr (kBits == 4) sums[r][p][tile] = _mm512_dpbusd_epi32(sums[r][p][tile], hi, broadcast(row[r] + at + 4 * kPlanes * (word+16) + 4 * p));
-          }
-          }
-        }
+      for (std::size_t line = ahead.first_line; line < ahead.last_line; ++line) prefetch_far(w + to_next + 64 * line);
+      if constexpr (kRows * kPlanes <= kInOrderRows) {
+        step_in_order<kRows, kPlanes, kBits>(sums, w, row, at);
       } else {
-#endif
-#pragma GCC unroll 4
-      for (int word = 0; word < 16; ++word) {
-        const __m512i b0 = _mm512_loadu_si512(w + word * 64);
-        const __m512i b1 = _mm512_loadu_si512(w + kTileBytes + word * 64);
-#ifdef PFD
-        _mm_prefetch(reinterpret_cast<const char*>(w + PFD + word * 128), PFH);
-        _mm_prefetch(reinterpret_cast<const char*>(w + PFD + word * 128 + 64), PFH);
-#endif
-        if constexpr (kBits == 8) {
-          multiply<kRows, kPlanes>(sums, _mm512_xor_si512(b0, offset), _mm512_xor_si512(b1, offset), row, at + 4 * kPlanes * word);
-        } else {
-          // (nibble ^ 8) << 4 in one ternary operation: (byte ^ 0x80) & 0xf0
-          const __m512i low0 = _mm512_ternarylogic_epi32(_mm512_slli_epi16(b0, 4), offset, upper, 0x28);
-          const __m512i low1 = _mm512_ternarylogic_epi32(_mm512_slli_epi16(b1, 4), offset, upper, 0x28);
-          multiply<kRows, kPlanes>(sums, low0, low1, row, at + 4 * kPlanes * word);
-          const __m512i high0 = _mm512_ternarylogic_epi32(b0, offset, upper, 0x28);
-          const __m512i high1 = _mm512_ternarylogic_epi32(b1, offset, upper, 0x28);
-          multiply<kRows, kPlanes>(sums, high0, high1, row, at + 4 * kPlanes * (16 + word));
-        }
+        step_in_pairs<kRows, kPlanes, kBits>(sums, w, row, at);
       }
-#ifdef SEQ
-      }
-#endif
       at += kPlanes * kStepBytes * 8 / kBits;
     }
   }
@@ -185,9 +218,9 @@ template <int kRows, int kPlanes, std::size_t kBits>
 }
 
 template <int kRows, int kPlanes, std::size_t kBits>
-[[gnu::noinline]] void project_rows(const WeightStep& step, const Row* const* rows, float* out, std::size_t stride) {
-  __m512i sums[kRows][kPlanes][2];
-  dot_rows<kRows, kPlanes, kBits>(step, rows, sums);
+[[gnu::noinline]] void project_rows(const WeightStep& step, const Row* const* rows, const Ahead& ahead, float* out, std::size_t stride) {
+  Sums<kRows, kPlanes> sums;
+  dot_rows<kRows, kPlanes, kBits>(step, rows, ahead, sums);
 #pragma GCC unroll 2
   for (int tile = 0; tile < 2; ++tile) {
     const __m512 column = _mm512_loadu_ps(step.scale + 16 * tile);
@@ -202,8 +235,8 @@ template <int kRows, int kPlanes, std::size_t kBits>
 
 template <int kRows, int kPlanes, std::size_t kBits>
 void dots_rows(const WeightStep& step, const Row* const* rows, std::int64_t* out) {
-  __m512i sums[kRows][kPlanes][2];
-  dot_rows<kRows, kPlanes, kBits>(step, rows, sums);
+  Sums<kRows, kPlanes> sums;
+  dot_rows<kRows, kPlanes, kBits>(step, rows, Ahead{}, sums);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -220,11 +253,11 @@ void dots_rows(const WeightStep& step, const Row* const* rows, std::int64_t* out
 
 // From a number of rows known only now to one known when compiling.
 template <int kPlanes, std::size_t kBits, int kRows = kMaxRows<kPlanes, kBits>>
-void project(const WeightStep& step, const Row* const* rows, std::size_t count, float* out, std::size_t stride) noexcept {
+void project(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead& ahead, float* out, std::size_t stride) noexcept {
   if (count == kRows) {
-    project_rows<kRows, kPlanes, kBits>(step, rows, out, stride);
+    project_rows<kRows, kPlanes, kBits>(step, rows, ahead, out, stride);
   } else if constexpr (kRows > 1) {
-    project<kPlanes, kBits, kRows - 1>(step, rows, count, out, stride);
+    project<kPlanes, kBits, kRows - 1>(step, rows, count, ahead, out, stride);
   }
 }
 

@@ -35,6 +35,14 @@ Range share(std::size_t total, std::size_t pieces, std::size_t i) {
   return {static_cast<std::uint32_t>(total * i / pieces), static_cast<std::uint32_t>(total * (i + 1) / pieces)};
 }
 
+// What block b of `pieces` prefetches: its share of the next step. A single block reads each byte once and leaves it to the
+// hardware and to the kernel's own short look-ahead.
+Ahead ahead(const WeightStep* next, std::size_t pieces, std::size_t b) {
+  if (next == nullptr || pieces < AHEADMIN) return {};
+  const Range lines = share(2 * kTileBytes / 64, pieces, b);
+  return {next, lines.begin, lines.end};
+}
+
 // One forward pass over a batch of tokens.
 class Pass {
  public:
@@ -230,15 +238,17 @@ void Pass::gate_up(const Item& item) noexcept {
   alignas(64) float up[kMaxBlockRows * kStepRows];
   for (std::size_t step = item.step_begin; step < item.step_end; ++step) {
     const WeightStep gates = step_at(layer_.layout, expert.gate.bytes, expert.gate.scale, n, row_bytes, step);
+    const WeightStep ups = step_at(layer_.layout, expert.up.bytes, expert.up.scale, n, row_bytes, step);
+    const WeightStep next = step_at(layer_.layout, expert.gate.bytes, expert.gate.scale, n, row_bytes, step + 1);
+    const WeightStep* const after_ups = step + 1 < item.step_end ? &next : nullptr;
     for (std::size_t b = 0; b < pieces; ++b) {
       const Range range = share(count, pieces, b);
-      kernels_.project(gates, rows + range.begin, range.end - range.begin, gate + range.begin * kStepRows, kStepRows);
+      kernels_.project(gates, rows + range.begin, range.end - range.begin, ahead(&ups, pieces, b), gate + range.begin * kStepRows, kStepRows);
     }
-    const WeightStep ups = step_at(layer_.layout, expert.up.bytes, expert.up.scale, n, row_bytes, step);
     for (std::size_t b = 0; b < pieces; ++b) {
       const Range range = share(count, pieces, b);
       const std::size_t values = (range.end - range.begin) * kStepRows;
-      kernels_.project(ups, rows + range.begin, range.end - range.begin, up, kStepRows);
+      kernels_.project(ups, rows + range.begin, range.end - range.begin, ahead(after_ups, pieces, b), up, kStepRows);
       if (upstream_) {
         table.round_bf16(gate + range.begin * kStepRows, values);
         table.round_bf16(up, values);
@@ -272,10 +282,12 @@ void Pass::down(const Columns& columns, const Item& item) noexcept {
   for (std::size_t i = 0; i < count; ++i) rows[i] = product_rows_[group.part] + first + i;
   for (std::size_t step = item.step_begin; step < item.step_end; ++step) {
     const WeightStep weights = step_at(layer_.layout, expert.down.bytes, expert.down.scale, layer_.hidden, row_bytes, step);
+    const WeightStep next = step_at(layer_.layout, expert.down.bytes, expert.down.scale, layer_.hidden, row_bytes, step + 1);
+    const WeightStep* const after = step + 1 < item.step_end ? &next : nullptr;
     float* out = results_ + (group.part * routes() + first) * column_width_ + step * kStepRows - columns.begin;
     for (std::size_t b = 0; b < pieces; ++b) {
       const Range range = share(count, pieces, b);
-      kernels_.project(weights, rows + range.begin, range.end - range.begin, out + range.begin * column_width_, column_width_);
+      kernels_.project(weights, rows + range.begin, range.end - range.begin, ahead(after, pieces, b), out + range.begin * column_width_, column_width_);
       for (std::size_t i = range.begin; upstream_ && i < range.end; ++i) {
         layer_.kernels->round_bf16(out + i * column_width_, kStepRows);
       }

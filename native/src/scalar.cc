@@ -87,7 +87,8 @@ void dots(const WeightStep& step, const Row* const* rows, std::size_t count, std
 }
 
 template <std::size_t kBits>
-void project(const WeightStep& step, const Row* const* rows, std::size_t count, float* out, std::size_t stride) noexcept {
+void project(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead&, float* out,
+             std::size_t stride) noexcept {
   std::int64_t sums[kStepRows];
   for (std::size_t r = 0; r < count; ++r) {
     dot_row<kBits>(step, *rows[r], sums);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,9 @@ def test_only_headers_are_read(cli: Callable[..., Any], tmp_path: Path) -> None:
     for layer in range(layers):
         file = f"model-{layer:05d}.safetensors"
         shapes = {
-            f"model.layers.{layer}.mlp.experts.{e}.{p}_proj.weight": [hidden, inner] if p == "down" else [inner, hidden]
+            f"model.layers.{layer}.mlp.experts.{e}.{p}_proj.weight": [hidden, inner]
+            if p == "down"
+            else [inner, hidden]
             for e in range(experts)
             for p in ("gate", "up", "down")
         }
@@ -71,7 +72,7 @@ def test_only_headers_are_read(cli: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     body = cli("inspect", tmp_path, "--json").ok().json()
     assert body["expert_bytes"] == layers * experts * 3 * hidden * inner * 2 > 579 * 10**9
-    assert sum(os.stat(tmp_path / f).st_blocks for f in os.listdir(tmp_path)) * 512 < 2_000_000
+    assert sum(file.stat().st_blocks for file in tmp_path.iterdir()) * 512 < 2_000_000
 
 
 @pytest.mark.parametrize(("name", "text"), [("x.txt", "hello"), ("x.json", '{"kind": "poem"}')])

@@ -34,7 +34,10 @@ def test_every_option_has_help(name: str) -> None:
             assert parameter.help, f"{name} {parameter.opts} has no help"
 
 
-@pytest.mark.parametrize("name", sorted({"doctor", "inspect", "convert-cpu", "convert-gpu", "profile", "place", "emit", "eval", "demo"}))
+@pytest.mark.parametrize(
+    "name",
+    sorted({"doctor", "inspect", "convert-cpu", "convert-gpu", "profile", "place", "emit", "eval", "demo"}),
+)
 def test_every_reporting_command_speaks_json(name: str) -> None:
     assert any("--json" in parameter.opts for parameter in command(name).params)
 
@@ -46,7 +49,17 @@ def test_the_command_lines_of_the_manual_exist() -> None:
         "profile": {"--dataset", "-o"},
         "place": {"--profile", "--strategy", "--gpu-experts", "--ratio", "--gpu-memory", "--seed", "-o"},
         "emit": {"--for", "-o"},
-        "run": {"--store", "--gpu-weights", "--rules", "--plan", "--prompt", "--chat", "--max-new-tokens", "--temperature", "--seed"},
+        "run": {
+            "--store",
+            "--gpu-weights",
+            "--rules",
+            "--plan",
+            "--prompt",
+            "--chat",
+            "--max-new-tokens",
+            "--temperature",
+            "--seed",
+        },
         "eval": {"--store", "--dataset"},
     }
     for name, options in wanted.items():

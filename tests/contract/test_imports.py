@@ -13,17 +13,35 @@ import ktplan
 def loaded_after(code: str) -> set[str]:
     """The top-level packages a fresh interpreter has loaded after running `code`."""
     show = f"import sys\n{code}\nprint(' '.join({{name.split('.')[0] for name in sys.modules}}))"
-    return set(subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", show], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
 
 
-HELP = "from ktplan.cli.main import root\nfrom click.testing import CliRunner\nassert not CliRunner().invoke(root, [{}]).exit_code"
+HELP = """
+from ktplan.cli.main import root
+from click.testing import CliRunner
+assert not CliRunner().invoke(root, [{}]).exit_code
+"""
 
 
 def test_help_loads_nothing_heavy() -> None:
-    assert not loaded_after(HELP.format("'--help'")) & {"numpy", "torch", "transformers", "yaml", "rich", "pandas", "matplotlib"}
+    assert not loaded_after(HELP.format("'--help'")) & {
+        "numpy",
+        "torch",
+        "transformers",
+        "yaml",
+        "rich",
+        "pandas",
+        "matplotlib",
+    }
 
 
-@pytest.mark.parametrize("command", ["doctor", "inspect", "convert-cpu", "place", "profile", "emit", "run", "eval", "demo"])
+@pytest.mark.parametrize(
+    "command", ["doctor", "inspect", "convert-cpu", "place", "profile", "emit", "run", "eval", "demo"]
+)
 def test_the_help_of_a_command_never_loads_torch(command: str) -> None:
     assert not loaded_after(HELP.format(f"'{command}', '--help'")) & {"torch", "transformers"}
 

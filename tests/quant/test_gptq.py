@@ -50,7 +50,9 @@ def moments(inputs: torch.Tensor) -> torch.Tensor:
     return found.mean()
 
 
-def errors(weight: torch.Tensor, hessian: torch.Tensor, scheme: GptqScheme, effort: Effort) -> tuple[float, float]:
+def errors(
+    weight: torch.Tensor, hessian: torch.Tensor, scheme: GptqScheme, effort: Effort
+) -> tuple[float, float]:
     """(GPTQ, rounding to nearest) from the same scales."""
     scales = search_scales(weight, scheme, hessian.diagonal(), signed=effort.signed_scales)
     fitted = quantize(weight, hessian, scales, scheme, effort)

@@ -49,7 +49,9 @@ def test_a_layer_comes_back(scheme: GptqScheme, groups: int, eights: int, seed: 
     scales = rng.normal(0, 1, (outputs, groups)).astype(np.float16)
     packed = pack_linear(codes, scales, scheme)
     weight = dequantize(*packed, scheme.bits)
-    wanted = np.repeat(scales.astype(np.float32), scheme.group_size, axis=1) * (codes.astype(np.float32) - scheme.zero)
+    wanted = np.repeat(scales.astype(np.float32), scheme.group_size, axis=1) * (
+        codes.astype(np.float32) - scheme.zero
+    )
     assert np.array_equal(weight, wanted)
     assert weight.flags.c_contiguous
     assert sum(tensor.nbytes for tensor in packed) == scheme.bytes(outputs, inputs)
@@ -63,9 +65,13 @@ def test_symmetric_zeros_are_written_less_one(bits: int, word: int) -> None:
     assert np.array_equal(packed.g_idx, np.zeros(128, np.int32))
 
 
-@pytest.mark.parametrize(("bits", "word", "zero"), [(4, 0x88888888, 8), (8, 0x80808080, 128), (4, 0x77777777, 8)])
+@pytest.mark.parametrize(
+    ("bits", "word", "zero"), [(4, 0x88888888, 8), (8, 0x80808080, 128), (4, 0x77777777, 8)]
+)
 @pytest.mark.parametrize("label", ["gptq", "gptq_v2"])
-def test_the_words_decide_which_version_a_symmetric_file_is(bits: int, word: int, zero: int, label: str) -> None:
+def test_the_words_decide_which_version_a_symmetric_file_is(
+    bits: int, word: int, zero: int, label: str
+) -> None:
     qzeros = np.full((2, 3), word, np.uint32).view(np.int32)
     zeros = zero_points(qzeros, bits, checkpoint_format=label)
     assert zeros.shape == (2, 3 * 32 // bits)
@@ -86,9 +92,7 @@ def test_mixed_zeros_of_a_symmetric_file_are_refused() -> None:
 
 
 def test_scattered_groups_are_followed() -> None:
-    packed = pack_linear(
-        np.full((8, 64), 9, np.uint8), np.array([[1, 2]] * 8, np.float16), GptqScheme(4, 32)
-    )
+    packed = pack_linear(np.full((8, 64), 9, np.uint8), np.array([[1, 2]] * 8, np.float16), GptqScheme(4, 32))
     g_idx = np.tile(np.array([1, 0], np.int32), 32)
     weight = dequantize(packed.qweight, packed.qzeros, packed.scales, g_idx, 4)
     assert np.array_equal(weight[0], np.tile([2.0, 1.0], 32))
@@ -118,7 +122,9 @@ def test_layers_that_do_not_fit_say_why() -> None:
 
 def test_old_and_new_spellings_of_the_settings_are_read() -> None:
     old = read_settings({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, "x")
-    new = read_settings({"method": "gptq", "format": "gptq_v2", "bits": 8, "group_size": -1, "sym": False}, "x")
+    new = read_settings(
+        {"method": "gptq", "format": "gptq_v2", "bits": 8, "group_size": -1, "sym": False}, "x"
+    )
     assert old == (4, 128, True, "gptq")
     assert new == (8, -1, False, "gptq_v2")
 
@@ -134,4 +140,6 @@ def test_old_and_new_spellings_of_the_settings_are_read() -> None:
 )
 def test_other_settings_are_refused_by_name(change: dict[str, object], words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        read_settings({"quant_method": "gptq", "bits": 4, "group_size": 128, **change}, "quantize_config.json")
+        read_settings(
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, **change}, "quantize_config.json"
+        )

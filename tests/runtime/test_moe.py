@@ -17,7 +17,7 @@ from ktplan.model import ExpertWeights, open_source
 from ktplan.rules import Rules
 from ktplan.runtime.device_experts import DeviceExperts
 from ktplan.runtime.inject import LayerExperts
-from ktplan.runtime.loader import build, check_memory, open_sources, prepare
+from ktplan.runtime.loader import build, check_memory, open_sources, prepare, torch_threads
 from ktplan.runtime.moe import DECODE, PREFILL, HybridExperts, RouteCounters
 from ktplan.store import ExpertStore
 
@@ -270,3 +270,14 @@ def test_what_is_held_is_reported(
     }
     assert found.bytes["cpu"] == experts + sum(dense.values())
     assert not list(found.experts[0].parameters())
+
+
+def test_threads_as_asked_or_as_many_as_the_matrices_can_use(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    model = loaded(tiny).model
+    assert torch_threads(model, 3) == 3
+    assert torch_threads(model, None) == 1  # its largest dense matrix has 256 KiB
+    wide = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(1024, 1280, bias=False)])})
+    assert torch_threads(wide, None) == 5

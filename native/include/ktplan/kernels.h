@@ -25,8 +25,16 @@ struct Row {
   std::int32_t sums[2];  // sums of the levels' upper and lower bytes; for tables whose weights are offset
 };
 
+// What to bring near while multiplying: lines [first_line, last_line) of the 32 in each k-step (2 KB) of the step that comes
+// next, which has the same shape. A hint only.
+struct Ahead {
+  const WeightStep* next = nullptr;
+  std::size_t first_line = 0, last_line = 0;
+};
+
 // out[r * stride + c] = (rows[r].scale * step.scale[c]) * float32(exact dot product), 32 columns.
-using Project = void (*)(const WeightStep& step, const Row* const* rows, std::size_t count, float* out, std::size_t stride) noexcept;
+using Project = void (*)(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead& ahead, float* out,
+                         std::size_t stride) noexcept;
 
 // The exact dot products alone, for tests: out[r * 32 + c].
 using Dots = void (*)(const WeightStep& step, const Row* const* rows, std::size_t count, std::int64_t* out) noexcept;
