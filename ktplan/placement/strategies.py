@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ktplan.errors import BadUsage
 from ktplan.experts import ExpertId, ExpertSet
+from ktplan.model import ModelSpec
 from ktplan.profile.profile import Counts
 
 DEFAULT_SEED: Final = 42  # sglang-kt's, where it is no flag
@@ -95,6 +96,29 @@ def choose(
     if seed < 0:
         raise BadUsage(f"seed {seed} is negative", hint="give 0 or more")
     return STRATEGIES[strategy](cells, slots, counts, seed)
+
+
+def compat(
+    spec: ModelSpec, strategy: str, slots: int, counts: Counts | None, seed: int = DEFAULT_SEED
+) -> ExpertSet:
+    """sglang-kt's own outcome, quirks included, as experts that exist; some slots may be lost.
+
+    It reads DeepSeek's keys alone, so that every layer of another family is MoE to it. Its `frequency` ranks dense rows
+    too; once fewer cells were used than there are slots they win ties (torch leaves the order open; here it is by
+    row). Without counts its `frequency` is a top-N over ties.
+    """
+    seen = spec.moe_layers if spec.family.startswith("deepseek") else tuple(range(spec.layers))
+    if strategy == "frequency":
+        table = np.zeros((spec.layers, spec.experts), dtype=np.int64)
+        table[list(spec.moe_layers)] = 1 if counts is None else counts
+        cells = Cells(tuple(range(spec.layers)), spec.experts)
+        found = frequency(cells, min(slots, len(seen) * spec.experts), table, seed)
+    elif strategy in STRATEGIES:
+        found = choose(strategy, Cells(seen, spec.experts), slots, counts, seed)
+    else:
+        raise BadUsage(f"sglang-kt has no strategy '{strategy}'", hint=f"it has {', '.join(STRATEGIES)}")
+    real = set(spec.moe_layers)
+    return ExpertSet(expert for expert in found if expert.layer in real)
 
 
 def torch_permutation(size: int, seed: int) -> npt.NDArray[np.int64]:
