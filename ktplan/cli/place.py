@@ -66,14 +66,21 @@ _File = click.Path(path_type=Path)
 )
 @click.option("--batch", type=int, default=1, show_default=True, help="Sequences decoded at once.")
 @click.option(
-    "--hardware", "hardware_file", type=_File, help="The machine, from 'ktplan doctor --measure -o hardware.json'."
+    "--hardware",
+    "hardware_file",
+    type=_File,
+    help="The machine, from 'ktplan doctor --measure -o hardware.json'.",
 )
 @click.option(
     "--what-if", "what_if", multiple=True, metavar="MACHINE|RANGES",
     help='Another machine, "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800", or ranges to sweep, vram=16..48,ctx=8k..128k,batch=1..16.',
 )  # fmt: skip
 @click.option("--store", type=_File, help="The expert store that the CPU will use: its real sizes count.")
-@click.option("--kt-compat", is_flag=True, help="Repeat sglang-kt's quirks: what it takes for MoE layers, ties of dense rows.")
+@click.option(
+    "--kt-compat",
+    is_flag=True,
+    help="Repeat sglang-kt's quirks: what it takes for MoE layers, ties of dense rows.",
+)
 @click.option("--margin", type=ByteSize(), default="1GiB", show_default=True, help="Workspace to leave free.")
 @click.option(
     "--seed", type=int, default=42, show_default=True, help="For strategy random and for the intervals."
@@ -130,7 +137,7 @@ def place_command(
     spec = job.spec
     profile = ActivationProfile.load(profile_file).for_model(spec) if profile_file else None
     test = ActivationProfile.load(test_file).for_model(spec) if test_file else None
-    counted = {"gpu_experts": gpu_experts, "ratio": ratio, "gpu_memory": gpu_memory}
+    counted: dict[str, Any] = {"gpu_experts": gpu_experts, "ratio": ratio, "gpu_memory": gpu_memory}
     how: dict[str, Any] = {"gpu_format": gpu_format, "context": context, "margin": margin, "batch": batch}
     if compare:
         if card_memory or any(value is not None for value in counted.values()):
@@ -241,7 +248,9 @@ def _render_prediction(found: Prediction, out: Output) -> None:
         ("defer", f"{found.deferral} experts", f"{100 * found.deferral_gain:+.0f} % decode; changes outputs slightly" if found.deferral else "nothing to gain"),
     ]  # fmt: skip
     if found.gap is not None:
-        rows.append(("solver's gap", f"{100 * found.gap:.3f} %", "from a bound that no plan of nested sets can beat"))
+        rows.append(
+            ("solver's gap", f"{100 * found.gap:.3f} %", "from a bound that no plan of nested sets can beat")
+        )
     out.line()
     batch = f", {found.batch} sequences at once" if found.batch > 1 else ""
     out.table(["speed", "predicted", ""], rows, title=f"on {found.machine}{batch}", right=[1])

@@ -82,7 +82,12 @@ class Job:
 
 
 def several(
-    job: Job, profile: ActivationProfile | None, strategy: str, cards: tuple[int, ...], how: dict[str, Any], seed: int
+    job: Job,
+    profile: ActivationProfile | None,
+    strategy: str,
+    cards: tuple[int, ...],
+    how: dict[str, Any],
+    seed: int,
 ) -> PlacementPlan:
     """A plan over several GPUs, whole layers on each."""
     from ktplan.placement.several import plan_several
@@ -181,7 +186,11 @@ def _draw(table: Table, path: Path, machine: str) -> None:
         hits.plot(x, [row.hit_rate for row in rows], style, label=name)
         (line,) = speed.plot(x, [row.decode for row in rows], style, label=name)
         speed.fill_between(
-            x, [row.decode_low for row in rows], [row.decode_high for row in rows], alpha=0.12, color=line.get_color()
+            x,
+            [row.decode_low for row in rows],
+            [row.decode_high for row in rows],
+            alpha=0.12,
+            color=line.get_color(),
         )
     hits.set(xlabel="share of all experts on the GPU", ylabel="hit rate on documents left out")
     speed.set(xlabel="share of all experts on the GPU", ylabel="decode tokens a second, predicted")
@@ -241,6 +250,3 @@ def _render_sweep(rows: list[Answer], spec: ModelSpec, machine: str, out: Output
         title=f"{spec.name} on {machine}; all sequences of a batch together",
         right=[0, 1, 2, 4, 5],
     )
-
-
-

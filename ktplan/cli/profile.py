@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ktplan.cli.profile_network import Text
     from ktplan.profile import ActivationProfile, Corpus
 
-_TRACE_BYTES = 256 << 20  # a trace beyond this is cut: planning needs tens of thousands of tokens, not millions
+_TRACE_BYTES = (
+    256 << 20
+)  # a trace beyond this is cut: planning needs tens of thousands of tokens, not millions
 
 
 @click.group("profile", cls=WithVerbs)
@@ -55,7 +57,9 @@ _TRACE_BYTES = 256 << 20  # a trace beyond this is cut: planning needs tens of t
     "--generate", type=TokenCount(), default=0, metavar="N",
     help="Continue each document by N tokens and count those apart: a placement is for them.",
 )  # fmt: skip
-@click.option("--trace", is_flag=True, help="Keep what every token chose, so that 'place' can replay it exactly.")
+@click.option(
+    "--trace", is_flag=True, help="Keep what every token chose, so that 'place' can replay it exactly."
+)
 @click.option(
     "--strict", is_flag=True, help="Refuse a jsonl line that cannot be used instead of skipping it."
 )
@@ -121,7 +125,9 @@ def profile_command(
         chat=lambda messages: text().chat(messages),
     )
     _tell_corpus(corpus, out)
-    from ktplan.cli import profile_network as network  # torch comes with it: once the inputs are known to be good
+    from ktplan.cli import (
+        profile_network as network,
+    )  # torch comes with it: once the inputs are known to be good
 
     wishes = Wishes(
         chunk=chunk if not generate else min(chunk, max(1, spec.context - generate)),

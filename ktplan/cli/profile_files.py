@@ -22,8 +22,12 @@ _RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 @click.command("merge")
 @click.argument("profiles", nargs=-1, required=True, type=_File, metavar="PROFILE...")
-@click.option("--weights", metavar="W,W,...", help="How much each profile counts, e.g. 2,1.  [default: 1 each]")
-@click.option("--names", metavar="NAME,NAME,...", help="Name the data sets, to be told apart by report and place.")
+@click.option(
+    "--weights", metavar="W,W,...", help="How much each profile counts, e.g. 2,1.  [default: 1 each]"
+)
+@click.option(
+    "--names", metavar="NAME,NAME,...", help="Name the data sets, to be told apart by report and place."
+)
 @click.option("-o", "--output", type=_File, required=True, help="The profile to write.")
 @output_options
 def merge_command(
@@ -132,7 +136,14 @@ def report_command(profile_file: Path, output: Path | None, png: Path | None, ou
 @click.command("import")
 @model_argument
 @click.argument("source", type=_File, metavar="FILE")
-@click.option("-o", "--output", type=_File, default="profile.safetensors", show_default=True, help="The profile to write.")
+@click.option(
+    "-o",
+    "--output",
+    type=_File,
+    default="profile.safetensors",
+    show_default=True,
+    help="The profile to write.",
+)
 @output_options
 def import_command(model: Path, source: Path, output: Path, out: Output) -> None:
     """Turn counts that another tool recorded into a profile of MODEL.
@@ -168,7 +179,9 @@ def import_command(model: Path, source: Path, output: Path, out: Output) -> None
 
 @click.command("export")
 @click.argument("profile_file", type=_File, metavar="PROFILE")
-@click.option("--layers", type=int, help="Layers of the model, dense ones too.  [default: up to the last MoE layer]")
+@click.option(
+    "--layers", type=int, help="Layers of the model, dense ones too.  [default: up to the last MoE layer]"
+)
 @click.option("-o", "--output", type=_File, required=True, help="The .pt file to write.")
 @output_options
 def export_command(profile_file: Path, layers: int | None, output: Path, out: Output) -> None:
@@ -201,7 +214,9 @@ def named_files(words: tuple[str, ...]) -> dict[Path, str]:
         files = _files_of(rest, SUFFIXES)
         for path in files:
             if path in found:
-                raise BadUsage(f"{path} is named twice", hint="name each file once: its documents would count double")
+                raise BadUsage(
+                    f"{path} is named twice", hint="name each file once: its documents would count double"
+                )
             found[path] = name
     return found
 
@@ -217,9 +232,13 @@ def _files_of(word: str, suffixes: tuple[str, ...]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
+        inside = sorted(
+            file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file()
+        )
         if not inside:
-            raise BadUsage(f"--dataset {word}: the folder has no text", hint=f"known are {', '.join(suffixes)}")
+            raise BadUsage(
+                f"--dataset {word}: the folder has no text", hint=f"known are {', '.join(suffixes)}"
+            )
         return inside
     if any(sign in word for sign in "*?["):
         root = Path(path.anchor) if path.is_absolute() else Path()
@@ -237,7 +256,10 @@ def _cached(name: str) -> Path:
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"datasets--{name.replace('/', '--')}"
     snapshots = sorted((cache / "snapshots").glob("*"), key=lambda folder: folder.stat().st_mtime)
     if not snapshots:
-        raise BadUsage(f"the data set {name} is not in the Hugging Face cache", hint=f"download it first; looked in {cache}")
+        raise BadUsage(
+            f"the data set {name} is not in the Hugging Face cache",
+            hint=f"download it first; looked in {cache}",
+        )
     return snapshots[-1]
 
 

@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from ktplan.model import ModelSpec
 
 _WIDTH: Final = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-_MEMORY_SHARE: Final = 0.6  # of free memory that weights may take before float32 is too much: loading needs room
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt")
+_MEMORY_SHARE: Final = (
+    0.6  # of free memory that weights may take before float32 is too much: loading needs room
+)
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 class Text:
@@ -64,7 +72,9 @@ class Text:
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
         except TemplateError as fault:
-            raise BadInput(f"the model's chat template refuses a row: {fault}", hint="mend the row, or leave it out") from None
+            raise BadInput(
+                f"the model's chat template refuses a row: {fault}", hint="mend the row, or leave it out"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)

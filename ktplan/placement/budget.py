@@ -76,7 +76,11 @@ class Budget:
         sequences = "one sequence" if self.batch == 1 else f"{self.batch} sequences"
         detail = f"; {self.attention}" if self.attention else ""
         dense = [(f"  {what}", size, "") for what, size in self.dense_lines]
-        work = [("workspace", self.workspace_bytes, "activations of a prompt chunk, logits")] if self.workspace_bytes else []
+        work = (
+            [("workspace", self.workspace_bytes, "activations of a prompt chunk, logits")]
+            if self.workspace_bytes
+            else []
+        )
         return [
             ("dense weights", self.dense_bytes, "attention, router, shared experts, embedding"),
             *dense,

@@ -52,10 +52,14 @@ class Chooser:
             return Chosen(choose(self.strategy, cells, self.slots, counts, self.seed), None)
         if not 0 <= self.slots <= cells.size:
             raise BadUsage(
-                f"{self.slots:,} GPU experts are out of range", hint=f"the model has {cells.size:,}: give 0 to that"
+                f"{self.slots:,} GPU experts are out of range",
+                hint=f"the model has {cells.size:,}: give 0 to that",
             )
         if self.costs is None:
-            raise BadUsage(f"strategy '{self.strategy}' needs the costs of a machine", hint="give --hardware or --what-if")
+            raise BadUsage(
+                f"strategy '{self.strategy}' needs the costs of a machine",
+                hint="give --hardware or --what-if",
+            )
         if self.strategy == "robust":
             return self._robust(documents)
         order = orders(counts)
@@ -70,7 +74,7 @@ class Chooser:
         weights = self.robust_weights() if self.weights is None else self.weights
         return self._weighted(data_set_masks(self.routing, documents), weights)
 
-    def robust_weights(self) -> Floats:
+    def robust_weights(self, start: Floats | None = None, rounds: int = _ROUNDS) -> Floats:
         """[data sets]: for the data set that is slowest. Weights rise where a step takes longer than the others' mean."""
         parts = data_set_masks(self.routing)
         if len(parts) < 2 or self.costs is None:
@@ -78,9 +82,9 @@ class Chooser:
                 "strategy 'robust' needs several data sets",
                 hint="profile with --dataset NAME=FILE, or merge with --names",
             )
-        weights = np.full(len(parts), 1 / len(parts))
+        weights = np.full(len(parts), 1 / len(parts)) if start is None else start
         best, least = weights, np.inf
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             gpu = self._weighted(parts, weights).gpu
             times = self.routing.times(self.costs, self.routing.mask(gpu))
             spent = np.array([times.mean(part) for part in parts])
@@ -131,17 +135,18 @@ def judge(chooser: Chooser, folds: int) -> Judged:
     routing, profile = chooser.routing, chooser.routing.profile
     whole = chooser.choose()
     mask = routing.mask(whole.gpu)
-    seconds, weights = _times(chooser, mask)
     folds = min(folds, profile.documents)
     if folds < 2:
-        return Judged(whole, routing.hits(mask), None, seconds, weights, None)
+        return Judged(whole, routing.hits(mask), None, *_times(chooser, mask), None)
     dealt = profile.folds(folds)
     held = np.zeros(profile.documents, dtype=np.int64)
+    seconds, weights = np.zeros(profile.documents), np.zeros(profile.documents)
     for fold in range(folds):
         mine = dealt == fold
         apart = routing.mask(chooser.choose(~mine).gpu)
         held[mine] = routing.hits(apart)[mine]
-        seconds[mine] = _times(chooser, apart)[0][mine]
+        spent, weight = _times(chooser, apart, mine)
+        seconds[mine], weights[mine] = spent[mine], weight[mine]
     return Judged(whole, routing.hits(mask), held, seconds, weights, folds)
 
 
@@ -150,9 +155,9 @@ def better(first: Judged, second: Judged) -> bool:
     return float((first.seconds * first.weights).sum()) <= float((second.seconds * second.weights).sum())
 
 
-def _times(chooser: Chooser, mask: Mask) -> tuple[Floats, Floats]:
+def _times(chooser: Chooser, mask: Mask, documents: Mask | None = None) -> tuple[Floats, Floats]:
     if chooser.costs is None:
         size = chooser.routing.profile.documents
         return np.zeros(size), np.ones(size)
-    times = chooser.routing.times(chooser.costs, mask)
-    return times.seconds.copy(), times.weights
+    times = chooser.routing.times(chooser.costs, mask, documents)
+    return times.seconds, times.weights

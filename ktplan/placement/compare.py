@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ktplan.placement.choose import Chooser, better, judge
-from ktplan.placement.decide import FOLDS, with_weights
+from ktplan.placement.decide import FOLDS
 from ktplan.placement.predict import Setting, rates, rest_of
-from ktplan.placement.replay import Mask, Routing
+from ktplan.placement.replay import Floats, Mask, Routing
 from ktplan.placement.strategies import DEFAULT_SEED
-from ktplan.placement.update import chances_of, fit_kappa, kt_update, place_by, scores, sequences
 from ktplan.placement.update import State as UpdateState
+from ktplan.placement.update import chances_of, fit_kappas, kt_update, place_by, scores, sequences
 from ktplan.profile.profile import ActivationProfile
 
 RATIOS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 STATIC: Final = ("random", "uniform", "front-loading", "frequency", "optimal")
 DYNAMIC: Final = "dynamic"  # KTransformers' rule
 SHRUNK: Final = "shrunk"  # ours: prompt counts shrunk toward the profile
+_FITTED: Final = 24  # documents that kappa is fitted on in each fold
 PROMPT: Final = 32  # tokens from which the dynamic rules update
 
 
@@ -54,59 +56,70 @@ def compare_all(
     routing = Routing(profile, batch=setting.batch, seed=seed)
     several = len(set(profile.dataset_of)) > 1
     names = (*STATIC, "robust") if several else STATIC
+    asked = [(ratio, int(profile.counts.shape[1] * profile.experts * ratio)) for ratio in ratios]
+    moving = _dynamic(routing, asked, setting, prompt)
     rows: list[Row] = []
-    for ratio in ratios:
-        slots = int(profile.counts.shape[1] * profile.experts * ratio)
-        rows += [_static(routing, name, ratio, slots, setting, seed) for name in names]
-        rows += _dynamic(routing, ratio, slots, setting, prompt)
+    weights: Floats | None = None
+    for ratio, slots in asked:
+        for name in names:
+            chooser = Chooser(strategy=name, slots=slots, routing=routing, costs=setting.costs, seed=seed)
+            if name == "robust":  # weights move little from one share to the next: go on from there
+                weights = chooser.robust_weights(weights, rounds=12 if weights is None else 2)
+                chooser = replace(chooser, weights=weights)
+            rows.append(_static(chooser, ratio, setting))
+        rows += [row for row in moving if row.ratio == ratio]
     note = None
-    if not any(row.strategy == DYNAMIC for row in rows):
+    if not moving:
         note = f"no dynamic rules: they are replayed from a trace (profile --trace) of documents beyond {prompt} tokens"
     return Table(tuple(rows), note)
 
 
-def _static(routing: Routing, name: str, ratio: float, slots: int, setting: Setting, seed: int) -> Row:
-    chooser = with_weights(Chooser(strategy=name, slots=slots, routing=routing, costs=setting.costs, seed=seed))
+def _static(chooser: Chooser, ratio: float, setting: Setting) -> Row:
     judged = judge(chooser, FOLDS)
-    if name == "optimal":
-        plain = judge(
-            Chooser(strategy="frequency", slots=slots, routing=routing, costs=setting.costs, seed=seed), FOLDS
-        )
+    if chooser.strategy == "optimal":
+        plain = judge(replace(chooser, strategy="frequency"), FOLDS)
         judged = judged if better(judged, plain) else plain
     hits = judged.hits if judged.held_hits is None else judged.held_hits
     speed = rates(rest_of(setting) + judged.seconds, judged.weights, setting.batch)
-    return Row(name, ratio, slots, float(hits.sum() / routing.slots.sum()), *speed)
+    rate = float(hits.sum() / chooser.routing.slots.sum())
+    return Row(chooser.strategy, ratio, chooser.slots, rate, *speed)
 
 
-def _dynamic(routing: Routing, ratio: float, slots: int, setting: Setting, prompt: int) -> list[Row]:
+def _dynamic(
+    routing: Routing, asked: list[tuple[float, int]], setting: Setting, prompt: int
+) -> list[Row]:
     """Both rules on documents left out: update once from a prompt, serve the rest."""
     profile, trace = routing.profile, routing.profile.trace
     if trace is None or setting.batch > 1 or profile.documents < 2:
         return []
     folds = min(FOLDS, profile.documents)
     dealt = profile.folds(folds)
-    outcome: dict[str, list[tuple[float, float, int]]] = {DYNAMIC: [], SHRUNK: []}
+    outcome: dict[tuple[str, float], list[tuple[float, float, int]]] = {}
     for fold in range(folds):
         rest = dealt != fold
         counts = np.asarray(profile.counts[rest].sum(axis=0))
         chances = chances_of(counts, profile.top_k)
-        start = place_by(counts.astype(np.float64), slots)
         inner = np.flatnonzero(rest)
-        kappa = fit_kappa(trace.of(inner.tolist()), profile.counts[inner], profile.top_k, slots, prompt)
-        for cut in sequences(trace, profile.experts, prompt, np.flatnonzero(~rest).tolist()):
-            state = UpdateState(hits=cut.prompt.astype(np.float64), tokens=float(prompt), gpu=start)
-            for name, mask in (
-                (DYNAMIC, kt_update(start, cut.prompt)),
-                (SHRUNK, place_by(scores(state, chances, kappa), slots)),
-            ):
-                outcome[name].append((_seconds(cut.rest, mask, setting), *_served(cut.rest, mask)))
-    if not outcome[DYNAMIC]:
-        return []
+        budgets = [slots for _, slots in asked]
+        kappas = fit_kappas(
+            trace.of(inner.tolist()), profile.counts[inner], profile.top_k, budgets, prompt, most=_FITTED
+        )
+        cuts = sequences(trace, profile.experts, prompt, np.flatnonzero(~rest).tolist())
+        for (ratio, slots), kappa in zip(asked, kappas, strict=True):
+            start = place_by(counts.astype(np.float64), slots)
+            for cut in cuts:
+                state = UpdateState(hits=cut.prompt.astype(np.float64), tokens=float(prompt), gpu=start)
+                for name, mask in (
+                    (DYNAMIC, kt_update(start, cut.prompt)),
+                    (SHRUNK, place_by(scores(state, chances, kappa), slots)),
+                ):
+                    one = (_seconds(cut.rest, mask, setting), *_served(cut.rest, mask))
+                    outcome.setdefault((name, ratio), []).append(one)
     rows = []
-    for name, found in outcome.items():
-        seconds, hits, slots_seen = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
-        speed = rates(rest_of(setting) + seconds, slots_seen, setting.batch)
-        rows.append(Row(name, ratio, slots, float(hits.sum() / slots_seen.sum()), *speed))
+    for (name, ratio), found in outcome.items():
+        seconds, hits, weights = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
+        speed = rates(rest_of(setting) + seconds, weights, setting.batch)
+        rows.append(Row(name, ratio, dict(asked)[ratio], float(hits.sum() / weights.sum()), *speed))
     return rows
 
 

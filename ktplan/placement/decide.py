@@ -45,7 +45,12 @@ def setting_of(
 
 
 def decide(
-    profile: ActivationProfile, strategy: str, slots: int, setting: Setting, seed: int, routing: Routing | None = None
+    profile: ActivationProfile,
+    strategy: str,
+    slots: int,
+    setting: Setting,
+    seed: int,
+    routing: Routing | None = None,
 ) -> tuple[ExpertSet, Judged, Prediction]:
     """The experts, how they were judged, and what they promise."""
     routing = routing or Routing(profile, batch=setting.batch, seed=seed)
@@ -59,7 +64,11 @@ def decide(
         other = judge(plain, FOLDS)
         if not better(judged, other):
             solution = judged.chosen.solution
-            judged, chooser, kept = other._replace(chosen=other.chosen._replace(solution=solution)), plain, "frequency"
+            judged, chooser, kept = (
+                other._replace(chosen=other.chosen._replace(solution=solution)),
+                plain,
+                "frequency",
+            )
     prediction = predict(judged, chooser, setting)
     return judged.chosen.gpu, judged, replace(prediction, kept=kept) if kept else prediction
 

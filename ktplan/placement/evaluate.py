@@ -115,9 +115,7 @@ def expect(
     def rate(name: str) -> float:
         return hit_rate(choose(name, cells, slots, total, seed), profile)
 
-    left_out = (
-        held_out_of(judged, profile, seed) if judged else held_out(profile, strategy, slots, seed=seed)
-    )
+    left_out = held_out_of(judged, profile, seed) if judged else held_out(profile, strategy, slots, seed=seed)
     return Expectation(
         in_sample=hit_rate(gpu, profile),
         held_out=left_out.rate if left_out else None,

@@ -16,9 +16,13 @@ from ktplan.units import parse_bytes
 AS_OF: Final = "data sheet, 2025-06"
 _SPREAD: Final = 0.15  # of what programs reach of a data sheet, from run to run and kernel to kernel
 _REACHED_GPU: Final = 0.80  # share of a GPU's memory bandwidth that matrix-vector kernels reach
-_REACHED_CPU: Final = 0.70  # share of DDR bandwidth; 212 GB/s of 2 x 307 GB/s was fitted across sockets for one machine
+_REACHED_CPU: Final = (
+    0.70  # share of DDR bandwidth; 212 GB/s of 2 x 307 GB/s was fitted across sockets for one machine
+)
 _REACHED_PCIE: Final = 0.80
-HOP_S: Final = 45e-6  # fitted to the published Qwen3-Next table: stream fork, wake-up, two small copies, merge
+HOP_S: Final = (
+    45e-6  # fitted to the published Qwen3-Next table: stream fork, wake-up, two small copies, merge
+)
 LAUNCH_S: Final = 4e-6
 
 
@@ -79,7 +83,9 @@ def describe(text: str) -> HardwareSpec:
         else:
             gpus += [_gpu(part, rest)] * count
     if not nodes:
-        raise BadUsage(f"'{text}' names no CPU", hint='write it like "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800 512GiB"')
+        raise BadUsage(
+            f"'{text}' names no CPU", hint='write it like "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800 512GiB"'
+        )
     return HardwareSpec(
         name=text,
         cpu_bandwidth=tuple(nodes),
@@ -113,7 +119,9 @@ def _count(part: str) -> tuple[int, str]:
 def _gpu(part: str, rest: str) -> GpuSpec:
     name = re.sub(r"\d+(\.\d+)?\s*(GiB|GB|G)\b", "", rest, flags=re.IGNORECASE).strip()
     known = re.sub(r"\s+", " ", name.upper().replace("NVIDIA", "").replace("GEFORCE", "")).strip()
-    sheet = GPUS.get(known) or next((GPUS[key] for key in sorted(GPUS, key=len, reverse=True) if key in known), None)
+    sheet = GPUS.get(known) or next(
+        (GPUS[key] for key in sorted(GPUS, key=len, reverse=True) if key in known), None
+    )
     if sheet is None:
         raise BadUsage(f"'{part}' is no known GPU or CPU", hint=f"known are {', '.join([*GPUS, *CPUS])}")
     return GpuSpec(
@@ -129,7 +137,10 @@ def _gpu(part: str, rest: str) -> GpuSpec:
 def _cpu_bandwidth(part: str, rest: str, cpu: str | None) -> Figure:
     found = re.search(r"(?:(\d+)\s*[xX]\s*)?DDR[45]-?(\d{4,5})", rest, flags=re.IGNORECASE)
     if found is None:
-        raise BadUsage(f"'{part}' says no memory", hint="write it like '2x Xeon 8x DDR5-4800': channels of a socket, speed")
+        raise BadUsage(
+            f"'{part}' says no memory",
+            hint="write it like '2x Xeon 8x DDR5-4800': channels of a socket, speed",
+        )
     channels = int(found.group(1)) if found.group(1) else CPUS[cpu or "CORE"][0]
     return _reached(channels * int(found.group(2)) * 1e6 * 8, _REACHED_CPU)
 

@@ -54,7 +54,13 @@ class Figure:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"value": self.value, "low": self.low, "high": self.high, "origin": self.origin, "how": self.how}
+        return {
+            "value": self.value,
+            "low": self.low,
+            "high": self.high,
+            "origin": self.origin,
+            "how": self.how,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

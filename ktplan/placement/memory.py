@@ -154,5 +154,7 @@ def _int(config: Mapping[str, Any], key: str, default: int | None = None) -> int
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise BadInput(f"config.json: {key} is {value!r}, a whole number is expected", hint="check config.json")
+        raise BadInput(
+            f"config.json: {key} is {value!r}, a whole number is expected", hint="check config.json"
+        )
     return value

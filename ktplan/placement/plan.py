@@ -13,8 +13,8 @@ from ktplan.errors import BadInput, BadUsage
 from ktplan.experts import ExpertSet, format_ranges, parse_ranges
 from ktplan.model import ModelSpec
 from ktplan.placement.budget import Budget, fit
-from ktplan.placement.evaluate import Expectation, expect
 from ktplan.placement.decide import decide, setting_of
+from ktplan.placement.evaluate import Expectation, expect
 from ktplan.placement.known import reference
 from ktplan.placement.machine import HardwareSpec
 from ktplan.placement.predict import Prediction

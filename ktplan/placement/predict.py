@@ -41,9 +41,13 @@ class Prediction:
     per_16k_context: float
     deferral: int
     deferral_gain: float  # fraction of decode speed
-    bound_seconds: float | None = None  # of a solver: no plan of nested sets takes less for the routed experts
+    bound_seconds: float | None = (
+        None  # of a solver: no plan of nested sets takes less for the routed experts
+    )
     gap: float | None = None
-    kept: str | None = None  # the strategy whose experts were kept because they were better on other documents
+    kept: str | None = (
+        None  # the strategy whose experts were kept because they were better on other documents
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, rounded far below any interval."""
@@ -164,7 +168,11 @@ def deferral(routing: Routing, mask: Mask, setting: Setting) -> tuple[int, float
         hot = k - now - later
         called = np.minimum(1.0, now + later)
         side = costs.attention + np.where(now > 0, called * costs.hop + costs.cpu * now, 0)
-        spent.append(float(np.maximum.reduce([costs.attention + costs.gpu * hot, side, costs.cpu * (now + later)]).sum()))
+        spent.append(
+            float(
+                np.maximum.reduce([costs.attention + costs.gpu * hot, side, costs.cpu * (now + later)]).sum()
+            )
+        )
     if setting.batch > 1 or not spent[0]:
         return 0, 0.0
     best = next(depth for depth, time in enumerate(spent) if time <= 1.01 * min(spent))
@@ -194,7 +202,11 @@ def _per_gib(chooser: Chooser, mask: Mask, setting: Setting) -> float:
 def _per_context(chooser: Chooser, mask: Mask, setting: Setting) -> float:
     """Experts give way to the cache, and the cache is read."""
     extra = 16384 * setting.kv_per_token * setting.batch
-    bandwidth = setting.machine.gpus[0].bandwidth.value if setting.machine.gpus else setting.machine.total_cpu_bandwidth
+    bandwidth = (
+        setting.machine.gpus[0].bandwidth.value
+        if setting.machine.gpus
+        else setting.machine.total_cpu_bandwidth
+    )
     return -_with_more(chooser, mask, setting, -(-extra // setting.gpu_expert) * -1, extra / bandwidth)
 
 

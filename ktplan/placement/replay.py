@@ -24,7 +24,7 @@ from ktplan.profile.profile import ActivationProfile, Counts
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-TOKENS: Final = 12_000  # of a trace that are replayed: sampling error is far below that of the documents
+TOKENS: Final = 8_000  # of a trace that are replayed: sampling error is far below that of the documents
 GROUPS: Final = 1500  # steps of a batch that are drawn
 _GRID: Final = 1025  # points of the share of CPU choices
 
@@ -77,18 +77,20 @@ class Routing:
         """int64 [documents]: slots that the GPU serves, from all counts."""
         return np.asarray((self.counts * mask).sum(axis=(1, 2)), dtype=np.int64)
 
-    def times(self, costs: Costs, mask: Mask) -> Times:
-        """Seconds of a step's routed experts, by document."""
+    def times(self, costs: Costs, mask: Mask, documents: Mask | None = None) -> Times:
+        """Seconds of a step's routed experts, by document; of some alone where only those are asked for."""
         if self._ids is None:
             return self._times_by_share(costs, mask)
         if self.batch > 1:
             return self._times_of_groups(costs, mask)
         choices = self._ids.shape[2]
         table = costs.table(choices)
-        spent = np.zeros(self._ids.shape[1])
-        for layer, ids in enumerate(self._ids):
-            spent += table[choices - mask[layer][ids].sum(axis=1)]
-        return self._by_document(spent)
+        kept = slice(None) if documents is None else np.flatnonzero(documents[self._owners])
+        ids = self._ids[:, kept]
+        spent = np.zeros(ids.shape[1])
+        for layer, chosen in enumerate(ids):
+            spent += table[choices - mask[layer].view(np.uint8)[chosen].sum(axis=1, dtype=np.int64)]
+        return self._by_document(spent, self._owners[kept])
 
     def tables(self, costs: Costs, order: npt.NDArray[np.int64], documents: Mask | None = None) -> Floats:
         """float64 [layers, experts + 1]: mean time by number of GPU experts, taken in `order` [layers, experts]."""
@@ -107,7 +109,9 @@ class Routing:
         choices = ranks.shape[1]
         steps = costs.table(choices)
         change = np.zeros(self.experts + 1)
-        for place in range(choices):  # n passes the rank of the (place + 1)-th best expert: one fewer on the CPU
+        for place in range(
+            choices
+        ):  # n passes the rank of the (place + 1)-th best expert: one fewer on the CPU
             seen = np.bincount(ranks[:, place], minlength=self.experts)
             change[1:] += seen * (steps[choices - place - 1] - steps[choices - place])
         return steps[choices] + np.cumsum(change) / max(1, len(ranks))
@@ -194,7 +198,9 @@ class Routing:
         return _many(costs, upper * pool, (1 - upper) * pool, self.batch)
 
 
-def to_set(layers: tuple[int, ...], order: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]) -> ExpertSet:
+def to_set(
+    layers: tuple[int, ...], order: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64]
+) -> ExpertSet:
     """The first `numbers[m]` experts of each layer in `order`."""
     return ExpertSet(
         ExpertId(layer, int(expert))

@@ -14,8 +14,8 @@ from ktplan.errors import DoesNotFit
 from ktplan.experts import ExpertSet
 from ktplan.model import ModelSpec
 from ktplan.placement.budget import DEFAULT_MARGIN, Needs, expert_bytes, fit
-from ktplan.placement.decide import FOLDS, setting_of
 from ktplan.placement.choose import Chooser, Judged, judge
+from ktplan.placement.decide import FOLDS, setting_of
 from ktplan.placement.evaluate import expect
 from ktplan.placement.known import reference
 from ktplan.placement.machine import HardwareSpec
@@ -56,9 +56,19 @@ def plan_several(
     slots = [room.slots(gpu, *span) for gpu, span in enumerate(spans)]
     devices: dict[str, ExpertSet] = {}
     for gpu, (span, number) in enumerate(zip(spans, slots, strict=True)):
-        devices[f"cuda:{gpu}"] = _on_one(spec, planned, strategy, span, number, seed, machine, cpu_expert, gpu_format)
+        devices[f"cuda:{gpu}"] = _on_one(
+            spec, planned, strategy, span, number, seed, machine, cpu_expert, gpu_format
+        )
     total = sum(len(experts) for experts in devices.values())
-    budget = fit(spec, slots=total, gpu_format=gpu_format, context=context, margin=margin * len(cards), batch=batch, needs=needs)
+    budget = fit(
+        spec,
+        slots=total,
+        gpu_format=gpu_format,
+        context=context,
+        margin=margin * len(cards),
+        batch=batch,
+        needs=needs,
+    )
     named = " + ".join(format_bytes(card) for card in cards)
     budget = replace(budget, asked=f"{named} for everything", limit_bytes=sum(cards), limit_of="card")
     prediction = expectation = None
@@ -189,7 +199,13 @@ def _on_one(
         trace=Trace(trace.ids[mine], trace.owners, trace.phases, trace.ranked) if trace else None,
     )
     setting = setting_of(spec, fit(spec, slots=0, gpu_format=gpu_format), machine or reference(), cpu_expert)
-    return Chooser(strategy=strategy, slots=slots, routing=Routing(part, seed=seed), costs=setting.costs, seed=seed).choose().gpu
+    return (
+        Chooser(
+            strategy=strategy, slots=slots, routing=Routing(part, seed=seed), costs=setting.costs, seed=seed
+        )
+        .choose()
+        .gpu
+    )
 
 
 def _judged(like: Judged, chooser: Chooser, gpu: ExpertSet) -> Judged:

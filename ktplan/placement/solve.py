@@ -63,7 +63,9 @@ def solve_bytes(tables: Floats, weights: Ints, budget: int) -> Solution:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
     except ModuleNotFoundError:
-        raise MachineLacks("scipy is needed where experts differ in bytes", hint="pip install 'ktplan[solve]'") from None
+        raise MachineLacks(
+            "scipy is needed where experts differ in bytes", hint="pip install 'ktplan[solve]'"
+        ) from None
     layers, sizes = tables.shape
     rows = np.repeat(np.arange(layers), sizes)
     columns = np.arange(layers * sizes)
@@ -73,7 +75,10 @@ def solve_bytes(tables: Floats, weights: Ints, budget: int) -> Solution:
     unit = float(np.abs(tables).max()) or 1.0
     answer: Any = milp(
         tables.ravel() / unit,
-        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(bytes_row[None], -np.inf, budget / scale)],
+        constraints=[
+            LinearConstraint(once, 1, 1),
+            LinearConstraint(bytes_row[None], -np.inf, budget / scale),
+        ],
         integrality=np.ones(layers * sizes),
         bounds=Bounds(0, 1),
         options={"time_limit": 20.0, "mip_rel_gap": 1e-9},

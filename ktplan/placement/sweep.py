@@ -50,7 +50,9 @@ def parse(text: str) -> Question:
     for part in filter(None, (word.strip() for word in text.split(","))):
         key, _, value = part.partition("=")
         if key not in _KEYS or not value or key in found:
-            raise BadUsage(f"'{part}' is no question", hint="write --what-if vram=16..48,ctx=8k..128k,batch=1..16")
+            raise BadUsage(
+                f"'{part}' is no question", hint="write --what-if vram=16..48,ctx=8k..128k,batch=1..16"
+            )
         read = _vram if key == "vram" else parse_tokens
         low, dots, high = value.partition("..")
         first = read(low)

@@ -99,12 +99,16 @@ def update(state: State, chances: Floats, policy: Policy) -> Update:
             if policy.swaps is not None and len(swaps) >= policy.swaps:
                 break
             gap = float(flat[into] - flat[out])
-            limit = policy.swap + policy.noise * policy.saved * horizon * float(np.hypot(noise[into], noise[out]))
+            limit = policy.swap + policy.noise * policy.saved * horizon * float(
+                np.hypot(noise[into], noise[out])
+            )
             if gap <= 0 or gap * policy.saved * horizon <= limit:
                 break
             gpu.ravel()[into], gpu.ravel()[out] = True, False
             width = gpu.shape[1]
-            swaps.append(Swap(divmod(into, width), divmod(out, width), gap * policy.saved * horizon - policy.swap))
+            swaps.append(
+                Swap(divmod(into, width), divmod(out, width), gap * policy.saved * horizon - policy.swap)
+            )
     return Update(State(hits=state.hits, tokens=state.tokens, gpu=gpu), tuple(swaps))
 
 
@@ -160,36 +164,60 @@ def sequences(trace: Trace, experts: int, prompt: int, documents: Sequence[int] 
     return found
 
 
-def shrunk_hits(cut: Cut, chances: Floats, slots: int, prompt: int, kappa: float) -> int:
-    """Slots of the rest served after one update from the prompt."""
-    state = State(hits=cut.prompt.astype(np.float64), tokens=float(prompt), gpu=np.zeros(chances.shape, bool))
-    return int(cut.rest[place_by(scores(state, chances, kappa), slots)].sum())
-
-
 def fit_kappa(
-    trace: Trace, counts: Counts, top_k: int, slots: int, prompt: int, *, folds: int = 3
+    trace: Trace, counts: Counts, top_k: int, slots: int, prompt: int, *, by: str = "hits"
 ) -> float:
-    """The kappa of KAPPAS that serves left-out documents best after an update from `prompt` tokens.
+    """`fit_kappas` for one budget."""
+    return fit_kappas(trace, counts, top_k, (slots,), prompt, by=by)[0]
 
-    `counts` [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other
-    folds. Infinity (keep the profile) where no document is long enough.
+
+def fit_kappas(
+    trace: Trace,
+    counts: Counts,
+    top_k: int,
+    slots: Sequence[int],
+    prompt: int,
+    *,
+    folds: int = 3,
+    most: int | None = None,
+    by: str = "hits",
+) -> list[float]:
+    """For each budget the kappa of KAPPAS that is best on left-out documents after an update from `prompt` tokens.
+
+    `by` is "hits" (what the budget serves) or "likelihood" of the choices (one kappa for all budgets). `counts`
+    [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other folds, at most
+    `most` of them. Infinity (keep the profile) where no document is long enough.
     """
     documents = len(counts)
-    totals = np.zeros(len(KAPPAS))
+    value = np.zeros((len(KAPPAS), len(slots)))
+    limit = None if most is None else -(-most // folds)
     for fold in range(min(folds, documents)):
-        mine = [d for d in range(documents) if d % folds == fold]
+        mine = list(range(fold, documents, folds))
         others = np.ones(documents, bool)
         others[mine] = False
         if not others.any():
             continue
         chances = chances_of(np.asarray(counts[others].sum(axis=0)), top_k)
-        for cut in sequences(trace, counts.shape[2], prompt, mine):
-            served = [shrunk_hits(cut, chances, slots, prompt, kappa) for kappa in KAPPAS]
-            totals += np.array(served) / max(1, cut.rest.sum()) * min(int(cut.rest.sum()), 10**6)
-    if not totals.any():
-        return float("inf")
+        for cut in sequences(trace, counts.shape[2], prompt, mine)[:limit]:
+            for row, kappa in enumerate(KAPPAS):
+                if by == "likelihood":
+                    value[row] += log_likelihood(cut, chances, prompt, kappa) * cut.rest.sum()
+                else:
+                    value[row] += served_curve(cut, chances, slots, prompt, kappa)
+    if not value.any():
+        return [float("inf")] * len(slots)
     # Equal ones: the larger kappa, which moves less.
-    return KAPPAS[len(KAPPAS) - 1 - int(np.argmax(totals[::-1]))]
+    return [KAPPAS[len(KAPPAS) - 1 - int(np.argmax(column[::-1]))] for column in value.T]
+
+
+def served_curve(
+    cut: Cut, chances: Floats, slots: Sequence[int], prompt: int, kappa: float
+) -> npt.NDArray[np.int64]:
+    """int64 [budgets]: slots of the rest served after one update from the prompt, for several budgets at once."""
+    state = State(hits=cut.prompt.astype(np.float64), tokens=float(prompt), gpu=np.zeros(chances.shape, bool))
+    order = np.argsort(-scores(state, chances, kappa).ravel(), kind="stable")
+    running = np.concatenate([[0], np.cumsum(cut.rest.ravel()[order])])
+    return np.asarray(running[list(slots)], dtype=np.int64)
 
 
 def log_likelihood(cut: Cut, chances: Floats, prompt: int, kappa: float) -> float:

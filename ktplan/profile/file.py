@@ -153,7 +153,8 @@ def _array(path: Path, header: Header, name: str) -> Counts:
     info = header.tensors.get(name)
     if info is None or info.dtype not in _DTYPES:
         raise BadInput(
-            f"{path} is damaged: the tensor '{name}' is {'absent' if info is None else info.dtype}", hint=AGAIN
+            f"{path} is damaged: the tensor '{name}' is {'absent' if info is None else info.dtype}",
+            hint=AGAIN,
         )
     try:
         with path.open("rb") as file:

@@ -20,7 +20,19 @@ from ktplan.model import ModelSpec
 from ktplan.profile.imports import Imported, from_counts
 
 _MAGIC: Final = b"GGUF"
-_SCALARS: Final = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS: Final = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _STRING, _ARRAY = 8, 9
 _F32: Final = 0
 _COUNTS: Final = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.weight\.counts")
@@ -79,10 +91,14 @@ def read_imatrix(spec: ModelSpec, path: Path) -> Imported:
             continue
         layer = int(found.group(1))
         if layer in rows and not np.array_equal(rows[layer], values):
-            raise BadInput(f"{path}: the projections of layer {layer} have different counts", hint="make the file again")
+            raise BadInput(
+                f"{path}: the projections of layer {layer} have different counts", hint="make the file again"
+            )
         rows[layer] = values
     if not rows:
-        raise BadInput(f"{path} has no expert counts", hint="it was made for a dense model, or by an old llama-imatrix")
+        raise BadInput(
+            f"{path} has no expert counts", hint="it was made for a dense model, or by an old llama-imatrix"
+        )
     missing = [layer for layer in spec.moe_layers if layer not in rows]
     alien = [layer for layer in rows if layer not in spec.moe_layers]
     sizes = {len(row) for row in rows.values()}
@@ -95,7 +111,9 @@ def read_imatrix(spec: ModelSpec, path: Path) -> Imported:
     datasets = about.get("imatrix.datasets")
     notes = ["imatrix counts are of prompts alone; profile generated tokens for a placement that serves them"]
     if datasets:
-        notes.append(f"recorded on {', '.join(map(str, datasets)) if isinstance(datasets, list) else datasets}")
+        notes.append(
+            f"recorded on {', '.join(map(str, datasets)) if isinstance(datasets, list) else datasets}"
+        )
     counts = np.stack([rows[layer] for layer in spec.moe_layers])
     return from_counts(spec, counts, path, "imatrix", phases="prefill", notes=notes)
 

@@ -61,9 +61,13 @@ def from_counts(
     tokens = np.maximum(-(-sums.max(axis=1) // spec.top_k), found.max(axis=(1, 2)))
     exact = bool(np.all(sums == tokens[:, None] * spec.top_k))
     if not exact:
-        said.append(f"the layers' sums are no multiples of top-{spec.top_k}: tokens are estimated, rates are shares of choices")
+        said.append(
+            f"the layers' sums are no multiples of top-{spec.top_k}: tokens are estimated, rates are shares of choices"
+        )
     if phases is None:
-        said.append("prompt and generated tokens are mixed in these counts; a placement exists for the latter")
+        said.append(
+            "prompt and generated tokens are mixed in these counts; a placement exists for the latter"
+        )
     if len(found) == 1:
         said.append("one document only: nothing can be said about other texts")
     decode = phases == "decode"
@@ -139,7 +143,11 @@ def from_order(spec: ModelSpec, pairs: npt.NDArray[Any], path: Path) -> Imported
             raise BadInput(f"{path} names expert {column} of layer {int(layer)} twice", hint="check the list")
         counts[row, column] = len(pairs) - rank
     return from_counts(
-        spec, counts, path, "order", notes=("an order has no counts: strategy frequency can use it, hit rates mean nothing",)
+        spec,
+        counts,
+        path,
+        "order",
+        notes=("an order has no counts: strategy frequency can use it, hit rates mean nothing",),
     )
 
 
@@ -147,7 +155,12 @@ def _checked(spec: ModelSpec, counts: npt.NDArray[Any], path: Path) -> Counts:
     if counts.ndim == 2:
         counts = counts[None]
     moe, layers, experts = len(spec.moe_layers), spec.layers, spec.experts
-    if counts.ndim != 3 or counts.shape[1] not in (moe, layers) or counts.shape[2] != experts or not len(counts):
+    if (
+        counts.ndim != 3
+        or counts.shape[1] not in (moe, layers)
+        or counts.shape[2] != experts
+        or not len(counts)
+    ):
         raise BadInput(
             f"{path} has counts of shape {list(counts.shape)}; {spec.name} has {moe} MoE layers ({layers} in all) x "
             f"{experts} experts",
@@ -156,10 +169,16 @@ def _checked(spec: ModelSpec, counts: npt.NDArray[Any], path: Path) -> Counts:
     if counts.dtype.kind not in "biuf":
         raise BadInput(f"{path} has counts of type {counts.dtype}", hint="counts are whole numbers")
     if counts.dtype.kind == "f" and not np.isfinite(counts).all():
-        raise BadInput(f"{path} has {int((~np.isfinite(counts)).sum()):,} counts that are NaN or infinite", hint="record again")
+        raise BadInput(
+            f"{path} has {int((~np.isfinite(counts)).sum()):,} counts that are NaN or infinite",
+            hint="record again",
+        )
     if counts.min() < 0:
         where = np.argwhere(counts < 0)[0].tolist()
-        raise BadInput(f"{path} has a negative count at {where}", hint="an int32 counter may have overflowed: record again")
+        raise BadInput(
+            f"{path} has a negative count at {where}",
+            hint="an int32 counter may have overflowed: record again",
+        )
     if counts.dtype.kind == "f" and not np.array_equal(counts, np.round(counts)):
         raise BadInput(f"{path} has fractional counts", hint="give counts, not shares")
     whole = counts.astype(np.int64)

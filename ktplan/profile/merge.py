@@ -55,8 +55,12 @@ def merge(
         datasets=datasets,
         files=tuple(dict.fromkeys(file for part in parts for file in part.files)),
         settings={"merged": [dict(part.settings) for part in parts], "weights": list(times)},
-        decode_counts=np.concatenate([_decoded(part.decode_counts, part.counts) for part in parts]) if decoded else None,
-        decode_tokens=np.concatenate([_decoded(part.decode_tokens, part.tokens) for part in parts]) if decoded else None,
+        decode_counts=np.concatenate([_decoded(part.decode_counts, part.counts) for part in parts])
+        if decoded
+        else None,
+        decode_tokens=np.concatenate([_decoded(part.decode_tokens, part.tokens) for part in parts])
+        if decoded
+        else None,
         ranked=ranked,
         trace=_traces(parts) if len(set(times)) == 1 else None,
         exact=all(part.exact for part in parts),
@@ -84,7 +88,9 @@ def _whole_weights(weights: Sequence[float] | None, count: int) -> tuple[int, ..
     if len(weights) != count:
         raise BadUsage(f"{len(weights)} weights for {count} profiles", hint="give one weight each")
     if any(not 0 < weight < float("inf") for weight in weights):
-        raise BadUsage("a weight must be a positive number", hint="leave a profile out instead of weighing it 0")
+        raise BadUsage(
+            "a weight must be a positive number", hint="leave a profile out instead of weighing it 0"
+        )
     parts = [Fraction(weight).limit_denominator(_FINEST) for weight in weights]
     if any(part <= 0 for part in parts):
         raise BadUsage("a weight is below one thousandth", hint="give weights like 1,2 or 0.5,1")
@@ -124,7 +130,9 @@ def _traces(parts: Sequence[ActivationProfile]) -> Trace | None:
     traces = [part.trace for part in parts if part.trace is not None]
     return Trace(
         np.concatenate([trace.ids for trace in traces], axis=1),
-        np.concatenate([trace.owners + np.int32(start) for trace, start in zip(traces, starts, strict=False)]),
+        np.concatenate(
+            [trace.owners + np.int32(start) for trace, start in zip(traces, starts, strict=False)]
+        ),
         np.concatenate([trace.phases for trace in traces]),
         all(trace.ranked for trace in traces),
     )

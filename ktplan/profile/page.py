@@ -38,11 +38,19 @@ def page(profile: ActivationProfile) -> str:
     parts.append(_section("What placements serve", _image(_curves(profile)) + _curve_table(profile)))
     matrix = curves.transfer(profile, _TRANSFER_AT)
     if matrix is not None:
-        parts.append(_section(f"From one data set to another, {100 * matrix.ratio:.0f} % of the experts", _matrix(matrix)))
+        parts.append(
+            _section(
+                f"From one data set to another, {100 * matrix.ratio:.0f} % of the experts", _matrix(matrix)
+            )
+        )
     parts.append(_section("Layers", _layers(profile)))
     title = f"<title>{_text(profile.model)}</title>"
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width">{title}<style>{_STYLE}</style>'
-    return f"<!doctype html>\n<html lang=\"en\"><head>{head}</head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n'
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
 
 
 def _facts(profile: ActivationProfile) -> str:
@@ -67,12 +75,18 @@ def _curves(profile: ActivationProfile) -> Any:
         left.fill_between(found.ratios, found.low, found.high, alpha=0.25, label="5 to 95 % over documents")
         left.plot(found.ratios, found.held_out, label="held out")
     left.plot([0, 1], [0, 1], ":", color="0.6", label="chance")
-    left.set(xlabel="share of all experts on the GPU", ylabel="hit rate", title="hit rate of the best experts")
+    left.set(
+        xlabel="share of all experts on the GPU", ylabel="hit rate", title="hit rate of the best experts"
+    )
     left.legend(fontsize=8)
     x, y = curves.lorenz(profile)
     right.plot(x, y)
     right.plot([0, 1], [0, 1], ":", color="0.6")
-    right.set(xlabel="share of a layer's experts, busiest first", ylabel="share of its choices", title="Lorenz curve, in-sample")
+    right.set(
+        xlabel="share of a layer's experts, busiest first",
+        ylabel="share of its choices",
+        title="Lorenz curve, in-sample",
+    )
     return figure
 
 
@@ -82,16 +96,23 @@ def _curve_table(profile: ActivationProfile) -> str:
     for place, ratio in enumerate(found.ratios):
         row = [f"{100 * ratio:.0f} %", _share(found.in_sample[place])]
         if found.held_out is not None and found.low is not None and found.high is not None:
-            row += [_share(found.held_out[place]), f"{_share(found.low[place])} to {_share(found.high[place])}"]
+            row += [
+                _share(found.held_out[place]),
+                f"{_share(found.low[place])} to {_share(found.high[place])}",
+            ]
         rows.append(row)
     return _table(["experts", "in-sample", "held out", "5-95 %"][: len(rows[0])], rows)
 
 
 def _matrix(matrix: curves.Transfer) -> str:
     rows = [
-        [name, *(f"{rate:.3f}" for rate in row)] for name, row in zip(matrix.datasets, matrix.rates, strict=True)
+        [name, *(f"{rate:.3f}" for rate in row)]
+        for name, row in zip(matrix.datasets, matrix.rates, strict=True)
     ]
-    return _table(["made from \\ scored on", *matrix.datasets], rows) + "<p>The diagonal is held out by document.</p>"
+    return (
+        _table(["made from \\ scored on", *matrix.datasets], rows)
+        + "<p>The diagonal is held out by document.</p>"
+    )
 
 
 def _layers(profile: ActivationProfile) -> str:

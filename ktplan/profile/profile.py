@@ -24,6 +24,7 @@ from ktplan.profile.trace import Trace
 
 AGAIN: Final = "record it again with 'ktplan profile'"
 PHASES: Final = ("prefill", "decode")
+SLOTS_PER_EXPERT: Final = 50  # fewer choices an expert than this leave the order of experts to chance
 Phase = Literal["prefill", "decode"]
 
 Counts = npt.NDArray[np.int64]
@@ -88,10 +89,7 @@ class ActivationProfile:
         if (self.decode_counts is None) != (self.decode_tokens is None):
             return "generated tokens without their counts"
         if self.decode_counts is not None and self.decode_tokens is not None:
-            if (
-                self.decode_counts.shape != self.counts.shape
-                or self.decode_tokens.shape != self.tokens.shape
-            ):
+            if self.decode_counts.shape != self.counts.shape or self.decode_tokens.shape != self.tokens.shape:
                 return "the counts of generated tokens have another shape"
             if self.decode_counts.min() < 0 or np.any(self.decode_counts > self.counts):
                 return "more choices of generated tokens than of all tokens"
@@ -197,8 +195,10 @@ class ActivationProfile:
         return replace(part.select(kept), exact=self.exact)
 
     def planning(self) -> ActivationProfile:
-        """What a placement is for: the generated tokens where there are some, else all."""
-        return self.phase("decode") or self
+        """What a placement is for: the generated tokens where there are enough to rank experts by, else all."""
+        decoded = self.phase("decode")
+        enough = decoded is not None and decoded.token_count * self.top_k >= SLOTS_PER_EXPERT * self.experts
+        return decoded if decoded is not None and enough else self
 
     def folds(self, folds: int) -> npt.NDArray[np.int64]:
         """The fold of each document, int64 [documents]: 0 .. folds - 1.

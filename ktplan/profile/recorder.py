@@ -244,9 +244,7 @@ def record(
     return profile
 
 
-def _prompt(
-    recorder: Recorder, tally: Tally, batch: list[Passage], forward: Forward, wishes: Wishes
-) -> None:
+def _prompt(recorder: Recorder, tally: Tally, batch: list[Passage], forward: Forward, wishes: Wishes) -> None:
     ids = _ids_of(batch)
     owners = np.repeat(np.arange(len(batch))[:, None], ids.shape[1], axis=1)
     owners[:, : len(batch[0].prefix)] = NOBODY

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ktplan.artifact import write_whole
-from ktplan.profile.profile import ActivationProfile, Counts
+from ktplan.profile.profile import SLOTS_PER_EXPERT, ActivationProfile, Counts
 
 SHARES = (0.10, 0.25, 0.50)  # of the experts of a layer, busiest first
 UNSEEN_LIMIT = 0.01  # an estimated share of unseen choices above this deserves a word
-SLOTS_PER_EXPERT = 50  # fewer choices an expert than this leave the order of experts to chance
 _RATIO_LIMIT = 8.0  # colours end at 1/8 and 8 times the uniform share
 
 

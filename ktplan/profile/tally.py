@@ -73,7 +73,9 @@ class Tally:
         made = self._whole()
         kept = np.flatnonzero(self._tokens.sum(axis=1))
         if not len(kept):
-            raise BadInput("the texts have no token that counts", hint="check the files and the model's tokenizer")
+            raise BadInput(
+                "the texts have no token that counts", hint="check the files and the model's tokenizer"
+            )
         if len(kept) < len(self._used):
             made = made.select(kept)
         return replace(made, exact=True)
@@ -129,7 +131,8 @@ class Tally:
         about = [self._spec.fingerprint, self._settings, self._tokenizer, self._wishes.trace_tokens]
         digest = [json.dumps(about, sort_keys=True, default=str)]
         digest += [
-            f"{row.document} {row.start} {row.prefix} {sha256_bytes(row.tokens.tobytes())}" for row in passages
+            f"{row.document} {row.start} {row.prefix} {sha256_bytes(row.tokens.tobytes())}"
+            for row in passages
         ]
         return sha256_bytes("\n".join(digest).encode())
 

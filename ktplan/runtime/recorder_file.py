@@ -36,7 +36,9 @@ def read_recorder(spec: ModelSpec, path: Path) -> Imported:
     if isinstance(whole, torch.Tensor):
         whole = {"logical_count": whole}
     if not isinstance(whole, dict):
-        raise BadInput(f"{path} holds a {type(whole).__name__}, a dict is expected", hint="give a recorder's file")
+        raise BadInput(
+            f"{path} holds a {type(whole).__name__}, a dict is expected", hint="give a recorder's file"
+        )
     if "records" in whole:
         return _records(spec, path, whole)
     if "activation_counts" in whole:
@@ -44,14 +46,18 @@ def read_recorder(spec: ModelSpec, path: Path) -> Imported:
             "activation_stats.pt counts the passes in which an expert was hit: a prompt of 4,096 tokens weighs as much as "
             "one generated token"
         )
-        return from_counts(spec, _array(path, whole["activation_counts"]), path, "activation_stats", notes=(note,))
+        return from_counts(
+            spec, _array(path, whole["activation_counts"]), path, "activation_stats", notes=(note,)
+        )
     if "logical_count" not in whole:
         keys = ", ".join(sorted(map(str, whole)))
         raise BadInput(f"{path} has no 'logical_count', only {keys}", hint="give a file of SGLang's recorder")
     counts = _array(path, whole["logical_count"])
     notes = []
     if counts.ndim == 3 and len(counts) == _CAPPED:
-        notes.append(f"exactly {_CAPPED:,} passes: the recorder's buffer was full, older passes are lost (buffer size -1 keeps all)")
+        notes.append(
+            f"exactly {_CAPPED:,} passes: the recorder's buffer was full, older passes are lost (buffer size -1 keeps all)"
+        )
     return from_counts(spec, counts, path, "sglang stat", notes=notes)
 
 
@@ -65,7 +71,9 @@ def load_pt(path: Path) -> Any:
             hint="only tensors, numbers, texts, lists and dicts are read",
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as fault:
-        raise BadInput(f"{path} cannot be read as a .pt file: {str(fault).splitlines()[0]}", hint="copy it again") from None
+        raise BadInput(
+            f"{path} cannot be read as a .pt file: {str(fault).splitlines()[0]}", hint="copy it again"
+        ) from None
 
 
 def write_recorder(profile: ActivationProfile, path: Path, *, layers: int) -> None:
@@ -94,9 +102,14 @@ def _records(spec: ModelSpec, path: Path, whole: dict[str, Any]) -> Imported:
         if "logical_count" in record:
             passes.append(_array(path, record["logical_count"]))
         elif "global_physical_count" in record:
-            passes.append(_logical(path, _array(path, record["global_physical_count"]), physical, spec.experts))
+            passes.append(
+                _logical(path, _array(path, record["global_physical_count"]), physical, spec.experts)
+            )
         else:
-            raise BadInput(f"{path} has records of {', '.join(sorted(map(str, record)))}", hint="no mode of SGLang's recorder")
+            raise BadInput(
+                f"{path} has records of {', '.join(sorted(map(str, record)))}",
+                hint="no mode of SGLang's recorder",
+            )
     return from_counts(spec, np.stack(passes), path, "sglang per_pass")
 
 
@@ -124,7 +137,9 @@ def _per_token(spec: ModelSpec, path: Path, records: list[dict[str, Any]]) -> Im
             )
         if ids.shape[0] == spec.layers:
             ids = ids[list(spec.moe_layers)]
-        if ids.shape[2] > spec.top_k:  # the recorder's width is 8 whatever the model; the rest is filled with -1
+        if (
+            ids.shape[2] > spec.top_k
+        ):  # the recorder's width is 8 whatever the model; the rest is filled with -1
             ids = ids[:, :, : spec.top_k]
         valid = (ids >= 0).all(axis=(0, 2))
         ids = ids[:, valid]
@@ -147,7 +162,9 @@ def _per_token(spec: ModelSpec, path: Path, records: list[dict[str, Any]]) -> Im
     phase_of = np.array([int(decode[owner]) for owner in owners], dtype=np.uint8)
     trace = Trace(np.concatenate(pieces, axis=1), np.array(owners, dtype=np.int32), phase_of, False)
     notes = ("a document is a pass: requests of one pass share it, intervals are too narrow",)
-    return from_counts(spec, np.stack(counts), path, "sglang per_token", phases=phases, notes=notes, trace=trace)
+    return from_counts(
+        spec, np.stack(counts), path, "sglang per_token", phases=phases, notes=notes, trace=trace
+    )
 
 
 def _is_decode(mode: Any) -> bool:
