@@ -13,23 +13,33 @@ import numpy as np
 import numpy.typing as npt
 
 from ktplan.errors import BadUsage
-from ktplan.experts import ExpertSet
+from ktplan.experts import ExpertId, ExpertSet
 from ktplan.placement.cost import Costs
-from ktplan.placement.replay import Floats, Mask, Routing, orders, to_set
+from ktplan.placement.replay import Floats, Mask, Routing, orders, to_mask
 from ktplan.placement.solve import Solution, solve
 from ktplan.placement.strategies import DEFAULT_SEED, STRATEGIES, Cells, choose
 from ktplan.profile.profile import Counts
 
 SOLVED: Final = ("optimal", "robust")
 ALL_STRATEGIES: Final = (*STRATEGIES, *SOLVED)
+_FIXED: Final = ("uniform", "front-loading", "random")  # the same whatever was counted
 _ROUNDS: Final = 12  # of raising the weight of the slowest data set
 
 
 class Chosen(NamedTuple):
-    """Experts, and where a solver chose them what it says of them."""
+    """Experts as bool [layers, experts], and where a solver chose them what it says of them."""
 
-    gpu: ExpertSet
+    mask: Mask
     solution: Solution | None
+    layers: tuple[int, ...]
+
+    @property
+    def gpu(self) -> ExpertSet:
+        """The experts by their ids."""
+        rows, experts = np.nonzero(self.mask)
+        return ExpertSet(
+            ExpertId(self.layers[row], expert) for row, expert in zip(rows.tolist(), experts.tolist(), strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +59,10 @@ class Chooser:
         cells = Cells(profile.layers, profile.experts)
         counts = self._counts(documents)
         if self.strategy not in SOLVED:
-            return Chosen(choose(self.strategy, cells, self.slots, counts, self.seed), None)
+            gpu = choose(self.strategy, cells, self.slots, counts, self.seed, as_cells=True)
+            mask = np.zeros(cells.size, dtype=bool)
+            mask[gpu] = True
+            return Chosen(mask.reshape(counts.shape), None, profile.layers)
         if not 0 <= self.slots <= cells.size:
             raise BadUsage(
                 f"{self.slots:,} GPU experts are out of range",
@@ -64,7 +77,7 @@ class Chooser:
             return self._robust(documents)
         order = orders(counts)
         solution = solve(self.routing.tables(self.costs, order, documents), self.slots)
-        return Chosen(to_set(profile.layers, order, solution.numbers), solution)
+        return Chosen(to_mask(order, solution.numbers), solution, profile.layers)
 
     def _counts(self, documents: Mask | None) -> Counts:
         counts = self.routing.counts if documents is None else self.routing.counts[documents]
@@ -85,8 +98,7 @@ class Chooser:
         weights = np.full(len(parts), 1 / len(parts)) if start is None else start
         best, least = weights, np.inf
         for _ in range(rounds):
-            gpu = self._weighted(parts, weights).gpu
-            times = self.routing.times(self.costs, self.routing.mask(gpu))
+            times = self.routing.times(self.costs, self._weighted(parts, weights).mask)
             spent = np.array([times.mean(part) for part in parts])
             if spent.max() < least:
                 best, least = weights, float(spent.max())
@@ -107,7 +119,7 @@ class Chooser:
             for weight, part in zip(weights, parts, strict=True)
         )
         solution = solve(np.asarray(tables), self.slots)
-        return Chosen(to_set(self.routing.profile.layers, order, solution.numbers), solution)
+        return Chosen(to_mask(order, solution.numbers), solution, self.routing.profile.layers)
 
 
 def data_set_masks(routing: Routing, documents: Mask | None = None) -> list[Mask]:
@@ -134,7 +146,7 @@ def judge(chooser: Chooser, folds: int) -> Judged:
     """Choose, and judge by k-fold over documents. Without costs no time is told (zeros)."""
     routing, profile = chooser.routing, chooser.routing.profile
     whole = chooser.choose()
-    mask = routing.mask(whole.gpu)
+    mask = whole.mask
     folds = min(folds, profile.documents)
     if folds < 2:
         return Judged(whole, routing.hits(mask), None, *_times(chooser, mask), None)
@@ -143,7 +155,7 @@ def judge(chooser: Chooser, folds: int) -> Judged:
     seconds, weights = np.zeros(profile.documents), np.zeros(profile.documents)
     for fold in range(folds):
         mine = dealt == fold
-        apart = routing.mask(chooser.choose(~mine).gpu)
+        apart = mask if chooser.strategy in _FIXED else chooser.choose(~mine).mask
         held[mine] = routing.hits(apart)[mine]
         spent, weight = _times(chooser, apart, mine)
         seconds[mine], weights[mine] = spent[mine], weight[mine]

@@ -82,7 +82,7 @@ def predict(judged: Judged, chooser: Chooser, setting: Setting) -> Prediction:
     rest = rest_of(setting)
     step = rest + judged.seconds
     decode, low, high = rates(step, judged.weights, setting.batch)
-    mask = chooser.routing.mask(judged.chosen.gpu)
+    mask = judged.chosen.mask
     solution = judged.chosen.solution
     mean = float((step * judged.weights).sum() / judged.weights.sum())
     depth, gain = deferral(chooser.routing, mask, setting)
@@ -218,5 +218,5 @@ def _with_more(chooser: Chooser, mask: Mask, setting: Setting, slots: int, secon
     rest = rest_of(setting)
     now = rest + expert_seconds(chooser.routing, mask, setting.costs)
     other = replace(chooser, slots=target).choose()
-    then = rest + seconds + expert_seconds(chooser.routing, chooser.routing.mask(other.gpu), setting.costs)
+    then = rest + seconds + expert_seconds(chooser.routing, other.mask, setting.costs)
     return setting.batch / then - setting.batch / now

@@ -214,6 +214,6 @@ def _judged(like: Judged, chooser: Chooser, gpu: ExpertSet) -> Judged:
     assert chooser.costs is not None
     times = chooser.routing.times(chooser.costs, mask)
     return like._replace(
-        chosen=like.chosen._replace(gpu=gpu), hits=chooser.routing.hits(mask), held_hits=None, folds=None,
+        chosen=like.chosen._replace(mask=mask), hits=chooser.routing.hits(mask), held_hits=None, folds=None,
         seconds=times.seconds, weights=times.weights,
     )  # fmt: skip

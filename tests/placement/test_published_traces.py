@@ -105,8 +105,8 @@ def test_static_orderings_of_predicted_time(profile: ActivationProfile) -> None:
         slots = int(profile.counts.shape[1] * profile.experts * ratio)
         spent = {}
         for name in ("random", "uniform", "front-loading", "frequency"):
-            gpu = Chooser(strategy=name, slots=slots, routing=routing, costs=COSTS).choose(~unseen).gpu
-            spent[name] = routing.times(COSTS, routing.mask(gpu)).mean(unseen)
+            gpu = Chooser(strategy=name, slots=slots, routing=routing, costs=COSTS).choose(~unseen).mask
+            spent[name] = routing.times(COSTS, gpu).mean(unseen)
         assert abs(spent["random"] / spent["uniform"] - 1) < 0.06, ratio
         assert spent["front-loading"] < 0.97 * min(spent["random"], spent["uniform"]), ratio
         assert spent["frequency"] < spent["front-loading"], ratio
@@ -120,8 +120,8 @@ def test_the_solver_is_never_worse_on_its_own_trace_and_hardly_elsewhere(profile
         slots = int(profile.counts.shape[1] * profile.experts * ratio)
         own, other = {}, {}
         for name in ("frequency", "optimal"):
-            gpu = Chooser(strategy=name, slots=slots, routing=routing, costs=COSTS).choose(seen).gpu
-            times = routing.times(COSTS, routing.mask(gpu))
+            gpu = Chooser(strategy=name, slots=slots, routing=routing, costs=COSTS).choose(seen).mask
+            times = routing.times(COSTS, gpu)
             own[name], other[name] = times.mean(seen), times.mean(~seen)
         assert own["optimal"] <= own["frequency"] * (1 + 1e-9), ratio
         assert other["optimal"] < other["frequency"] * 1.01, ratio
