@@ -44,14 +44,16 @@ class Times(NamedTuple):
 class Routing:
     """The routing that placements are judged by. `batch` sequences, of different documents, make a step together."""
 
-    def __init__(self, profile: ActivationProfile, *, batch: int = 1, seed: int = 42) -> None:
+    def __init__(
+        self, profile: ActivationProfile, *, batch: int = 1, seed: int = 42, tokens: int = TOKENS
+    ) -> None:
         self.profile, self.batch = profile, batch
         self.counts: Counts = profile.counts
         self.slots = profile.slots().astype(np.float64)
         self._ids: npt.NDArray[np.uint16] | None = None
         self._owners: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         if profile.trace is not None and profile.trace.tokens and _covers(profile):
-            self._take(profile, seed)
+            self._take(profile, seed, tokens)
 
     @property
     def replayed(self) -> bool:
@@ -116,12 +118,12 @@ class Routing:
             change[1:] += seen * (steps[choices - place - 1] - steps[choices - place])
         return steps[choices] + np.cumsum(change) / max(1, len(ranks))
 
-    def _take(self, profile: ActivationProfile, seed: int) -> None:
+    def _take(self, profile: ActivationProfile, seed: int, tokens: int) -> None:
         trace = profile.trace
         assert trace is not None
         chosen = np.arange(trace.tokens)
-        if trace.tokens > TOKENS:
-            chosen = np.sort(np.random.RandomState(seed).permutation(trace.tokens)[:TOKENS])
+        if trace.tokens > tokens:
+            chosen = np.sort(np.random.RandomState(seed).permutation(trace.tokens)[:tokens])
         self._ids = np.ascontiguousarray(trace.ids[:, chosen])
         self._owners = trace.owners[chosen]
         if self.batch > 1:

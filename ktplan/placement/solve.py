@@ -51,6 +51,7 @@ def solve(tables: Floats, slots: int) -> Solution:
     numbers = _programme(tables, slots, candidates)
     if numbers is None or tables[layers, numbers].sum() > upper:
         numbers = start
+    numbers = _fill(tables, slots, numbers)
     return Solution(numbers, float(tables[layers, numbers].sum()), relaxed.bound, relaxed.price)
 
 
@@ -176,6 +177,20 @@ def _greedy(tables: Floats, slots: int, relaxed: Relaxed) -> Ints:
         numbers[best[0]] += best[1]
         left -= best[1]
     return numbers
+
+
+def _fill(tables: Floats, slots: int, numbers: Ints) -> Ints:
+    """Slots that gain nothing on this text are filled where they cost nothing: other text may use those experts."""
+    filled = numbers.copy()
+    left = slots - int(numbers.sum())
+    for layer, row in enumerate(tables):
+        if left <= 0:
+            break
+        here = int(filled[layer])
+        free = np.flatnonzero(row[here : here + left + 1] <= row[here] * (1 + _EPS))
+        filled[layer] += int(free[-1])
+        left -= int(free[-1])
+    return filled
 
 
 def _programme(tables: Floats, slots: int, candidates: list[Ints]) -> Ints | None:

@@ -140,6 +140,8 @@ def _read(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArra
     start = -(-reader.at // align) * align
     tensors = {}
     for name, size, kind, offset in places:
+        if kind == _F32 and start + offset + 4 * size > len(data):
+            raise BadInput(f"{path} is cut off inside {name}", hint="copy the file again")
         if not name.endswith(".counts"):
             continue
         if kind != _F32:
