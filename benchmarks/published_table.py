@@ -1,11 +1,12 @@
 """The cost model against KTransformers' published placement table: Qwen3-Next-80B-A3B FP8, 4x RTX 4090, tokens/s.
 
-Source: kvcache-ai/ktransformers, doc/en/kt-kernel/experts-sched-Tutorial.md (48 layers x 512 experts, top-10, ShareGPT).
+Source: kvcache-ai/ktransformers, doc/en/kt-kernel/experts-sched-Tutorial.md (48 layers x 512 experts, top-10,
+ShareGPT).
 
-Three constants are fitted on the random column alone: `ms = T0 + F * P(a layer needs the CPU) + K * (1 - hit rate)`. Then the
-columns whose hit rate is known without data are predicted: uniform (hit = share) and front-loading (layers are whole).
-frequency and dynamic depend on hit rates that nobody published; what those would have to be is printed, and checked to
-order the columns as the table does.
+Three constants are fitted on the random column alone: `ms = T0 + F * P(a layer needs the CPU) + K * (1 - hit
+rate)`. Then the columns whose hit rate is known without data are predicted: uniform (hit = share) and
+front-loading (layers are whole). frequency and dynamic depend on hit rates that nobody published; what those would
+have to be is printed, and checked to order the columns as the table does.
 
     python benchmarks/published_table.py [--json]
 
@@ -60,7 +61,12 @@ def predict(hit: np.ndarray, costs: Costs, *, whole: bool) -> np.ndarray:
         experts = hit * table[0] + (1 - hit) * table[CHOICES]
     else:
         n = np.arange(CHOICES + 1)
-        ways = np.array([float(np.prod(np.arange(CHOICES - k + 1, CHOICES + 1)) / np.prod(np.arange(1, k + 1))) for k in n])
+        ways = np.array(
+            [
+                float(np.prod(np.arange(CHOICES - k + 1, CHOICES + 1)) / np.prod(np.arange(1, k + 1)))
+                for k in n
+            ]
+        )
         chance = ways * (1 - hit[:, None]) ** n * hit[:, None] ** (CHOICES - n)
         experts = chance @ table
     return 1 / (LAYERS * (costs.attention + experts) + costs.head)
@@ -87,9 +93,15 @@ def report() -> dict[str, object]:
     front, random = (predict(RATIOS, costs, whole=whole) for whole in (True, False))
     orderings = {
         "front-loading above random from 30 % on": bool((front[inner] > random[inner]).all()),
-        "implied hits of frequency above the share": bool(all(h >= r for h, r in zip(hits["frequency"][1:10], RATIOS[1:10]))),
-        "dynamic ahead of frequency up to 50 %": bool(all(d > f for d, f in zip(hits["dynamic"][1:6], hits["frequency"][1:6]))),
-        "frequency ahead of dynamic from 70 % on": bool(all(f > d for d, f in zip(hits["dynamic"][7:10], hits["frequency"][7:10]))),
+        "implied hits of frequency above the share": bool(
+            all(h >= r for h, r in zip(hits["frequency"][1:10], RATIOS[1:10], strict=True))
+        ),
+        "dynamic ahead of frequency up to 50 %": bool(
+            all(d > f for d, f in zip(hits["dynamic"][1:6], hits["frequency"][1:6], strict=True))
+        ),
+        "frequency ahead of dynamic from 70 % on": bool(
+            all(f > d for d, f in zip(hits["dynamic"][7:10], hits["frequency"][7:10], strict=True))
+        ),
     }
     return {
         "constants_ms": constants.round(3).tolist(),
@@ -111,10 +123,15 @@ def main() -> int:
     if parser.parse_args().json:
         print(json.dumps(found, indent=1))
     else:
-        print(f"fitted on the random column: hop {found['hop_us']:.1f} us a layer, expert {found['expert_us']:.1f} us")
+        print(
+            f"fitted on the random column: hop {found['hop_us']:.1f} us a layer, expert {found['expert_us']:.1f} us"
+        )
         for column in found["median_error"]:  # type: ignore[attr-defined]
             kind = "fitted" if column == "random" else "predicted"
-            print(f"{column:14} {kind:10} median {found['median_error'][column]:6.1%}  worst {found['worst_error'][column]:6.1%}")  # type: ignore[index]
+            print(
+                f"{column:14} {kind:10} median {found['median_error'][column]:6.1%}  worst "
+                f"{found['worst_error'][column]:6.1%}"
+            )  # type: ignore[index]
         for column, hits in found["implied_hits"].items():  # type: ignore[attr-defined]
             print(f"{column:14} would need hit rates {' '.join(f'{hit:.2f}' for hit in hits)}")
         for what, holds in found["orderings"].items():  # type: ignore[attr-defined]

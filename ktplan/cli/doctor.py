@@ -34,13 +34,18 @@ class Check:
 
 @click.command("doctor")
 @click.option("--strict", is_flag=True, help="Exit with code 5 for notes too, not only for failures.")
-@click.option("--measure", is_flag=True, help="Measure bandwidth, kernels, hop and GPUs (some seconds, 200 MiB).")
+@click.option(
+    "--measure", is_flag=True, help="Measure bandwidth, kernels, hop and GPUs (some seconds, 200 MiB)."
+)
 @click.option(
     "--what-if", "what_if", metavar="MACHINE",
     help='Describe another machine instead, e.g. "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800 512GiB".',
 )  # fmt: skip
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="Write the machine's figures, for 'ktplan place --hardware'."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write the machine's figures, for 'ktplan place --hardware'.",
 )
 @output_options
 def doctor_command(

@@ -23,7 +23,7 @@ _TARGETS = ("ktplan", "kt-yaml", "sglang-kt", "llama.cpp")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option(
     "--for", "target", type=click.Choice(_TARGETS), default="ktplan", show_default=True,
-    help="Rules for ktplan; rules in KTransformers' classes; a counts file and flags for sglang-kt; flags for llama.cpp.",
+    help="Rules for ktplan; rules in KTransformers' classes; counts and flags for sglang-kt; flags for llama.cpp.",
 )  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path),

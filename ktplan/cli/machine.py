@@ -14,7 +14,9 @@ from ktplan.units import format_bytes, format_rate
 def machine_report(measure: bool, what_if: str | None, output: Path | None, out: Output) -> None:
     """Measure this machine or describe another; tell and write it."""
     if measure and what_if is not None:
-        raise BadUsage("another machine cannot be measured from here", hint="leave out --measure or --what-if")
+        raise BadUsage(
+            "another machine cannot be measured from here", hint="leave out --measure or --what-if"
+        )
     if what_if is not None:
         machine = describe(what_if)
     elif measure:

@@ -73,7 +73,8 @@ _File = click.Path(path_type=Path)
 )
 @click.option(
     "--what-if", "what_if", multiple=True, metavar="MACHINE|RANGES",
-    help='Another machine, "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800", or ranges to sweep, vram=16..48,ctx=8k..128k,batch=1..16.',
+    help='Another machine, "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800", or ranges to sweep, '
+    "vram=16..48,ctx=8k..128k,batch=1..16.",
 )  # fmt: skip
 @click.option("--store", type=_File, help="The expert store that the CPU will use: its real sizes count.")
 @click.option(
@@ -240,12 +241,15 @@ def _render(plan: PlacementPlan, on_test: float | None, out: Output) -> None:
 def _render_prediction(found: Prediction, out: Output) -> None:
     how = "replayed from the trace" if found.replayed else "from shares of counts"
     judged = "held out" if found.held_out else "in-sample"
+    band = f"{found.decode_low:.1f} to {found.decode_high:.1f}"
+    gain = f"{100 * found.deferral_gain:+.0f} % decode; changes outputs slightly"
+    later = gain if found.deferral else "nothing to gain"
     rows = [
-        ("decode", f"{found.decode:.1f} t/s", f"{found.decode_low:.1f} to {found.decode_high:.1f} (5-95 % over documents), {judged}, {how}"),
+        ("decode", f"{found.decode:.1f} t/s", f"{band} (5-95 % over documents), {judged}, {how}"),
         ("prefill", f"{found.prefill:,.0f} t/s", "a prompt of 512 tokens"),
         ("one more GiB", f"{found.per_gib:+.2f} t/s", "of GPU memory for experts"),
         ("16k more context", f"{-found.per_16k_context:+.2f} t/s", "its cache takes the place of experts"),
-        ("defer", f"{found.deferral} experts", f"{100 * found.deferral_gain:+.0f} % decode; changes outputs slightly" if found.deferral else "nothing to gain"),
+        ("defer", f"{found.deferral} experts", later),
     ]  # fmt: skip
     if found.gap is not None:
         rows.append(

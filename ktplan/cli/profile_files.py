@@ -148,8 +148,8 @@ def report_command(profile_file: Path, output: Path | None, png: Path | None, ou
 def import_command(model: Path, source: Path, output: Path, out: Output) -> None:
     """Turn counts that another tool recorded into a profile of MODEL.
 
-    Reads SGLang's recorder (.pt, any mode), KTransformers' activation_stats.pt, llama.cpp's imatrix (.gguf), and counts or
-    order lists as .csv, .json, .npz or .npy. Nothing in a .pt file is ever executed.
+    Reads SGLang's recorder (.pt, any mode), KTransformers' activation_stats.pt, llama.cpp's imatrix (.gguf), and
+    counts or order lists as .csv, .json, .npz or .npy. Nothing in a .pt file is ever executed.
 
     \b
     Example:

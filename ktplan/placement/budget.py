@@ -175,7 +175,8 @@ def fit(
         if left < 0:
             raise DoesNotFit(
                 f"dense weights ({format_bytes(spec.dense_bytes)}), KV cache of {tokens:,} tokens "
-                f"({format_bytes(kv_bytes)}) and margin ({format_bytes(margin + workspace)}) need {format_bytes(fixed)}, "
+                f"({format_bytes(kv_bytes)}) and margin ({format_bytes(margin + workspace)}) need "
+                f"{format_bytes(fixed)}, "
                 f"--card-memory gives {format_bytes(limit)}",
                 hint=_remedy(fixed - limit, tokens, kv_bytes, margin),
             )
@@ -208,7 +209,8 @@ def _remedy(lack: int, tokens: int, kv_bytes: int, margin: int) -> str:
         ways.append(f"lower --margin to {format_bytes(margin - lack)}")
     more = f"give {format_bytes(lack)} more"
     if not ways:
-        return f"{more}; without any context and margin {format_bytes(max(0, lack - kv_bytes - margin))} would still lack"
+        still = format_bytes(max(0, lack - kv_bytes - margin))
+        return f"{more}; without any context and margin {still} would still lack"
     return f"{more}, or {', or '.join(ways)}"
 
 

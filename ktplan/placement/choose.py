@@ -1,7 +1,7 @@
 """From a strategy's name to the experts it takes, on all documents or on some of them.
 
-`uniform`, `frequency`, `front-loading` and `random` are rules (strategies.py). `optimal` decides numbers for each layer by
-solving over cost tables, `robust` does so for the slowest of several data sets.
+`uniform`, `frequency`, `front-loading` and `random` are rules (strategies.py). `optimal` decides numbers for each
+layer by solving over cost tables, `robust` does so for the slowest of several data sets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Chosen(NamedTuple):
         """The experts by their ids."""
         rows, experts = np.nonzero(self.mask)
         return ExpertSet(
-            ExpertId(self.layers[row], expert) for row, expert in zip(rows.tolist(), experts.tolist(), strict=True)
+            ExpertId(self.layers[row], expert)
+            for row, expert in zip(rows.tolist(), experts.tolist(), strict=True)
         )
 
 
@@ -88,7 +89,9 @@ class Chooser:
         return self._weighted(data_set_masks(self.routing, documents), weights)
 
     def robust_weights(self, start: Floats | None = None, rounds: int = _ROUNDS) -> Floats:
-        """[data sets]: for the data set that is slowest. Weights rise where a step takes longer than the others' mean."""
+        """[data sets]: for the data set that is slowest. Weights rise where a step takes longer than the others'
+        mean.
+        """
         parts = data_set_masks(self.routing)
         if len(parts) < 2 or self.costs is None:
             raise BadUsage(

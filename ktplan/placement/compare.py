@@ -1,4 +1,6 @@
-"""All strategies and both dynamic rules over shares of the experts: hit rates and predicted speeds on left-out documents."""
+"""All strategies and both dynamic rules over shares of the experts: hit rates and predicted speeds on left-out
+documents.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +88,7 @@ def _static(chooser: Chooser, ratio: float, setting: Setting) -> Row:
     return Row(chooser.strategy, ratio, chooser.slots, rate, *speed)
 
 
-def _dynamic(
-    routing: Routing, asked: list[tuple[float, int]], setting: Setting, prompt: int
-) -> list[Row]:
+def _dynamic(routing: Routing, asked: list[tuple[float, int]], setting: Setting, prompt: int) -> list[Row]:
     """Both rules on documents left out: update once from a prompt, serve the rest."""
     profile, trace = routing.profile, routing.profile.trace
     if trace is None or setting.batch > 1 or profile.documents < 2:

@@ -4,8 +4,8 @@
     layer(N,H)  attention + max(g * H, 0 if N == 0 else hop + c * N)
     step        head + sum over layers
 
-`c` and `g` are bytes over bandwidth (or the measured curve of the real kernel), `hop` what touching the CPU costs at all.
-The maximum is why the distribution of N is kept: the layer's time at the mean N is up to a fifth too low.
+`c` and `g` are bytes over bandwidth (or the measured curve of the real kernel), `hop` what touching the CPU costs
+at all. The maximum is why the distribution of N is kept: the layer's time at the mean N is up to a fifth too low.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _KERNELS_PER_LAYER: Final = 12  # attention, norms, router, shared experts: laun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds. `cpu_curve[n]` is the CPU's time for n distinct experts, without the hop; n beyond it goes on straight."""
+    """Seconds. `cpu_curve[n]` is the CPU's time for n distinct experts, without the hop; n beyond it goes on
+    straight.
+    """
 
     hop: float
     cpu: float  # per distinct expert on the CPU
@@ -51,7 +53,9 @@ class Costs:
         return np.maximum(self.gpu * np.asarray(gpu, dtype=np.float64), self.cpu_time(cpu))
 
     def table(self, choices: int) -> Floats:
-        """float64 [choices + 1]: a layer's expert time with n of `choices` experts on the CPU, the others on the GPU."""
+        """float64 [choices + 1]: a layer's expert time with n of `choices` experts on the CPU, the others on the
+        GPU.
+        """
         n = np.arange(choices + 1)
         return self.experts_time(n, choices - n)
 

@@ -65,8 +65,8 @@ CPUS: Final[dict[str, tuple[int, float]]] = {
 
 
 def describe(text: str) -> HardwareSpec:
-    """A machine from words: parts apart by commas, GPUs as `[Nx] NAME [MEMORY]`, CPUs as `[Nx] NAME [CHANNELSx] DDR5-MTS
-    [RAM]`. Raises BadUsage naming the part that is not understood and what is known."""
+    """A machine from words: parts apart by commas, GPUs as `[Nx] NAME [MEMORY]`, CPUs as `[Nx] NAME [CHANNELSx]
+    DDR5-MTS [RAM]`. Raises BadUsage naming the part that is not understood and what is known."""
     gpus: list[GpuSpec] = []
     nodes: list[Figure] = []
     flops, memory = 0.0, 0

@@ -27,8 +27,9 @@ class LlamaCpp(NamedTuple):
 
 
 def to_llamacpp(plan: PlacementPlan, profile: ActivationProfile | None = None) -> LlamaCpp:
-    """Flags for the plan's budget. Every routed token meets each layer once, so whole layers serve equal shares: any set
-    of so many serves the same, and the one the plan fills most is taken. Raises BadInput for a foreign profile."""
+    """Flags for the plan's budget. Every routed token meets each layer once, so whole layers serve equal shares:
+    any set of so many serves the same, and the one the plan fills most is taken. Raises BadInput for a foreign
+    profile."""
     shape = plan.shape
     room = len(plan.gpu) // shape.experts
     fill = np.array([len(plan.gpu.layer(layer)) for layer in shape.moe_layers])
@@ -39,7 +40,7 @@ def to_llamacpp(plan: PlacementPlan, profile: ActivationProfile | None = None) -
     served = room * shape.experts / cells if profile is None else _share(profile, layers)
     planned = plan.hit_rate
     notes = [
-        f"llama.cpp places whole layers: {len(layers)} of {len(shape.moe_layers)} layers ({room * shape.experts:,} experts) for "
+        f"llama.cpp places whole layers: {len(layers)} of {len(shape.moe_layers)}, {room * shape.experts:,} experts, for "
         f"the plan's {len(plan.gpu):,} experts"
     ]
     if planned is not None:

@@ -187,11 +187,13 @@ class Routing:
         return np.stack(rows)
 
     def _chances(self) -> Floats:
-        """[documents, layers, experts]: chance that a token of the batch chooses an expert, a document's own token in it."""
+        """[documents, layers, experts]: chance that a token of the batch chooses an expert, a document's own token
+        in it.
+        """
         own = self.profile.top_k * self.counts / np.maximum(self.counts.sum(axis=2, keepdims=True), 1)
         total = self.counts.sum(axis=0)
         pool = self.profile.top_k * total / np.maximum(total.sum(axis=1, keepdims=True), 1)
-        return np.minimum((own + (self.batch - 1) * pool) / self.batch, 1.0)
+        return np.asarray(np.minimum((own + (self.batch - 1) * pool) / self.batch, 1.0))
 
     def _table_of_chances(self, costs: Costs, ranked: Floats, weights: Floats) -> Floats:
         pool = weights @ (self.profile.top_k * ranked / np.maximum(ranked.sum(axis=1, keepdims=True), 1))

@@ -84,11 +84,23 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 
 @overload
 def choose(
-    strategy: str, cells: Cells, slots: int, counts: Counts | None, seed: int = ..., *, as_cells: Literal[True]
+    strategy: str,
+    cells: Cells,
+    slots: int,
+    counts: Counts | None,
+    seed: int = ...,
+    *,
+    as_cells: Literal[True],
 ) -> Indices: ...
 @overload
 def choose(
-    strategy: str, cells: Cells, slots: int, counts: Counts | None, seed: int = ..., *, as_cells: Literal[False] = ...
+    strategy: str,
+    cells: Cells,
+    slots: int,
+    counts: Counts | None,
+    seed: int = ...,
+    *,
+    as_cells: Literal[False] = ...,
 ) -> ExpertSet: ...
 def choose(
     strategy: str,
@@ -99,7 +111,8 @@ def choose(
     *,
     as_cells: bool = False,
 ) -> ExpertSet | Indices:
-    """Apply a strategy by name; as positions of cells when asked. `counts` int64 [MoE layers, experts] is needed by `frequency` alone.
+    """Apply a strategy by name; as positions of cells when asked. `counts` int64 [MoE layers, experts] is needed
+    by `frequency` alone.
 
     Raises BadUsage for an unknown strategy, slots outside 0 .. all, a negative seed, or missing counts.
     """

@@ -2,8 +2,8 @@
 
 State of a layer: decayed hits x and decayed tokens n. An expert's score is its chance as a Dirichlet posterior sees it,
 `(x_e + kappa * p_e) / (n + kappa)`: the profile's p counts as kappa tokens. kappa comes from held-out documents
-(`fit_kappa`), for a budget and a prompt length; infinity keeps the profile. An outsider replaces an insider when what it
-will save until it is forgotten exceeds the cost of the copy and the noise of the two scores.
+(`fit_kappa`), for a budget and a prompt length; infinity keeps the profile. An outsider replaces an insider when
+what it will save until it is forgotten exceeds the cost of the copy and the noise of the two scores.
 
 `kt_update` is KTransformers' own rule for comparison: the last prompt's counts alone, each layer's number fixed.
 """
@@ -185,8 +185,8 @@ def fit_kappas(
     """For each budget the kappa of KAPPAS that is best on left-out documents after an update from `prompt` tokens.
 
     `by` is "hits" (what the budget serves) or "likelihood" of the choices (one kappa for all budgets). `counts`
-    [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other folds, at most
-    `most` of them. Infinity (keep the profile) where no document is long enough.
+    [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other folds,
+    at most `most` of them. Infinity (keep the profile) where no document is long enough.
     """
     documents = len(counts)
     value = np.zeros((len(KAPPAS), len(slots)))

@@ -104,7 +104,8 @@ def read_imatrix(spec: ModelSpec, path: Path) -> Imported:
     sizes = {len(row) for row in rows.values()}
     if missing or alien or sizes != {spec.experts}:
         raise BadInput(
-            f"{path} counts layers {sorted(rows)[0]}-{sorted(rows)[-1]} ({len(rows)}) x {sorted(sizes)} experts; {spec.name} "
+            f"{path} counts layers {sorted(rows)[0]}-{sorted(rows)[-1]} ({len(rows)}) x {sorted(sizes)} "
+            f"experts; {spec.name} "
             f"has {len(spec.moe_layers)} MoE layers x {spec.experts} experts",
             hint="the file belongs to another model",
         )

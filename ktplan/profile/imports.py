@@ -185,7 +185,8 @@ def _checked(spec: ModelSpec, counts: npt.NDArray[Any], path: Path) -> Counts:
     if counts.shape[1] == layers and moe != layers:
         dense = [layer for layer in range(layers) if layer not in spec.moe_layers]
         if whole[:, dense].any():
-            raise BadInput(f"{path} has choices in layer {dense[int(np.argwhere(whole[:, dense].any(axis=(0, 2)))[0, 0])]}, "
+            first = dense[int(np.argwhere(whole[:, dense].any(axis=(0, 2)))[0, 0])]
+            raise BadInput(f"{path} has choices in layer {first}, "
                            f"which is dense in {spec.name}", hint="the counts belong to another model")  # fmt: skip
         whole = whole[:, list(spec.moe_layers)]
     if not whole.any():

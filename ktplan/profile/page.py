@@ -60,7 +60,8 @@ def _facts(profile: ActivationProfile) -> str:
         f"<p>{profile.token_count:,} tokens{generated}, {profile.documents:,} documents, "
         f"{len(set(profile.dataset_of))} data sets; {len(profile.layers)} MoE layers x {profile.experts} experts, "
         f"top-{profile.top_k}.{known} Unseen mass by document: "
-        f"{100 * report.single_document_mass(profile):.2f} % of choices went to experts that one document alone chose.</p>"
+        f"{100 * report.single_document_mass(profile):.2f} % of choices went to experts that one document alone "
+        f"chose.</p>"
     )
 
 

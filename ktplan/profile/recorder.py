@@ -254,7 +254,9 @@ def _prompt(recorder: Recorder, tally: Tally, batch: list[Passage], forward: For
 
 
 def _generate(recorder: Recorder, tally: Tally, batch: list[Passage], decoder: Decoder, tokens: int) -> None:
-    """Continue the stretches that begin a document; the tokens that end a text count no more than other special ones."""
+    """Continue the stretches that begin a document; the tokens that end a text count no more than other special
+    ones.
+    """
     first = [row for row in batch if row.start == 0]
     if not first:
         return

@@ -209,7 +209,7 @@ class _Linter:
                 layers = format_ranges(self._layers(self._taken[number])) or "none"
                 yield Finding(
                     level="warning", rule=number,
-                    text=f"{found.group()} is a set of single characters, no range of numbers {low} to {high}; it takes layers "
+                    text=f"{found.group()} is a set of single characters, no range {low} to {high}; it takes layers "
                     f"{layers}",
                 )  # fmt: skip
         yield from self._loose(number, pattern)

@@ -1,5 +1,5 @@
-"""The machine's figures, measured: memory bandwidth of each NUMA node, the real kernel's time by distinct experts, the hop,
-and what a GPU reads, copies and computes where there is one.
+"""The machine's figures, measured: memory bandwidth of each NUMA node, the real kernel's time by distinct experts,
+the hop, and what a GPU reads, copies and computes where there is one.
 
 Weights are random and larger than the last cache; every figure is a median of repeats with its 5 to 95 % spread.
 """
@@ -30,7 +30,11 @@ _PREFILL: Final = 256  # tokens of the product that gives the processor's speed
 
 
 def measure(
-    *, threads: int | None = None, repeats: int = _REPEATS, layer_bytes: int = _LAYER_BYTES, progress: Progress = SILENT
+    *,
+    threads: int | None = None,
+    repeats: int = _REPEATS,
+    layer_bytes: int = _LAYER_BYTES,
+    progress: Progress = SILENT,
 ) -> HardwareSpec:
     """Measure this machine; takes some seconds and about `layer_bytes` of memory."""
     machine = detect()
@@ -55,7 +59,9 @@ def measure(
         cpu_bandwidth=tuple(bandwidth),
         cpu_flops=flops,
         memory=machine.memory_total or 0,
-        hop=hop if not gpus else Figure.given(max(hop.value, HOP_S), "kernel call measured; with a GPU's copies", 0.3),
+        hop=hop
+        if not gpus
+        else Figure.given(max(hop.value, HOP_S), "kernel call measured; with a GPU's copies", 0.3),
         gpus=gpus,
         cpu_experts=curve,
         cpu_expert_bytes=layer.bytes // layer.experts,
@@ -77,9 +83,7 @@ def _layer(size: int, pool: Pool) -> ExpertLayer:
         return np.full(rows, 1e-3, np.float32)
 
     experts = [
-        PackedExpert(
-            matrix(), scale(INTERMEDIATE), matrix(), scale(INTERMEDIATE), matrix(), scale(HIDDEN)
-        )
+        PackedExpert(matrix(), scale(INTERMEDIATE), matrix(), scale(INTERMEDIATE), matrix(), scale(HIDDEN))
         for _ in range(count)
     ]
     return ExpertLayer([experts], hidden=HIDDEN, intermediate=INTERMEDIATE, bits=8, threads_pool=pool)
@@ -99,7 +103,9 @@ def _experts(layer: ExpertLayer, distinct: int, repeats: int) -> Figure:
         ids = (np.arange(distinct) + turn * distinct) % layer.experts
         return layer.forward(hidden, ids[None].astype(np.int64), weights)
 
-    return Figure.measured(_timed(run, repeats), f"{distinct} experts of {HIDDEN} x {INTERMEDIATE}, one token, {layer.isa.value}")
+    return Figure.measured(
+        _timed(run, repeats), f"{distinct} experts of {HIDDEN} x {INTERMEDIATE}, one token, {layer.isa.value}"
+    )
 
 
 def _hop(layer: ExpertLayer, repeats: int) -> Figure:
@@ -149,7 +155,9 @@ def _gpu(torch: Any, index: int, repeats: int) -> GpuSpec:
         return [seconds / times for seconds in _timed(run, repeats)]
 
     read = [2 * size / seconds for seconds in timed(lambda: there.copy_(here))]
-    copy = [host.nbytes / seconds for seconds in timed(lambda: here[: host.nbytes].copy_(host, non_blocking=True))]
+    copy = [
+        host.nbytes / seconds for seconds in timed(lambda: here[: host.nbytes].copy_(host, non_blocking=True))
+    ]
     launch = timed(lambda: small.add_(1), times=100)
     flops = [2.0 * 4096**3 / seconds for seconds in timed(lambda: square @ square)]
     return GpuSpec(

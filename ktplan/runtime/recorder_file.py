@@ -43,7 +43,8 @@ def read_recorder(spec: ModelSpec, path: Path) -> Imported:
         return _records(spec, path, whole)
     if "activation_counts" in whole:
         note = (
-            "activation_stats.pt counts the passes in which an expert was hit: a prompt of 4,096 tokens weighs as much as "
+            "activation_stats.pt counts the passes in which an expert was hit: a prompt of 4,096 tokens weighs "
+            "as much as "
             "one generated token"
         )
         return from_counts(
@@ -56,7 +57,8 @@ def read_recorder(spec: ModelSpec, path: Path) -> Imported:
     notes = []
     if counts.ndim == 3 and len(counts) == _CAPPED:
         notes.append(
-            f"exactly {_CAPPED:,} passes: the recorder's buffer was full, older passes are lost (buffer size -1 keeps all)"
+            f"exactly {_CAPPED:,} passes: the recorder's buffer was full, older passes are lost (buffer size -1 "
+            f"keeps all)"
         )
     return from_counts(spec, counts, path, "sglang stat", notes=notes)
 

@@ -24,7 +24,8 @@ def test_words_become_a_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("RTX 9999, Xeon 8x DDR5-4800", "RTX 9999"), ("RTX 4090", "no CPU"), ("2x Xeon", "no memory")]
+    ("text", "words"),
+    [("RTX 9999, Xeon 8x DDR5-4800", "RTX 9999"), ("RTX 4090", "no CPU"), ("2x Xeon", "no memory")],
 )
 def test_what_is_not_understood_is_named(text: str, words: str) -> None:
     with pytest.raises(BadUsage, match=words):

@@ -31,7 +31,9 @@ def test_latent_attention_caches_one_vector() -> None:
 def test_a_window_bounds_the_cache_and_linear_layers_hold_a_state() -> None:
     windowed = {**GQA, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
     assert cache(windowed, 2, 1000).bytes == (128 + 1000) * 512
-    assert cache({**windowed, "use_sliding_window": False, "layer_types": None}, 2, 1000).bytes == 2 * 1000 * 512
+    assert (
+        cache({**windowed, "use_sliding_window": False, "layer_types": None}, 2, 1000).bytes == 2 * 1000 * 512
+    )
     linear = {
         **GQA, "full_attention_interval": 4, "linear_num_value_heads": 8, "linear_num_key_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,

@@ -34,7 +34,9 @@ def spec(spec_of: Make) -> Any:
 
 
 def test_a_plan_carries_its_speed_and_comes_back(spec: Any, profile_of: Make, tmp_path: Any) -> None:
-    plan = make_plan(spec, profile_of(spec), slots=30, strategy="optimal", machine=describe("RTX 4090, Xeon 8x DDR5-4800"))
+    plan = make_plan(
+        spec, profile_of(spec), slots=30, strategy="optimal", machine=describe("RTX 4090, Xeon 8x DDR5-4800")
+    )
     found = plan.prediction
     assert found is not None and found.decode_low <= found.decode <= found.decode_high
     assert found.per_gib >= 0 and found.per_16k_context >= 0 and found.prefill > found.decode
@@ -97,7 +99,9 @@ def test_robust_serves_the_slowest_data_set_better(spec: Any, profile_of: Make) 
         worst[strategy] = max(routing.times(costs, mask).mean(part) for part in parts)
     assert worst["robust"] < worst["frequency"]
     with pytest.raises(BadUsage, match="several data sets"):
-        Chooser(strategy="robust", slots=3, routing=Routing(replace(common, sources=("a",) * 20)), costs=costs).choose()
+        Chooser(
+            strategy="robust", slots=3, routing=Routing(replace(common, sources=("a",) * 20)), costs=costs
+        ).choose()
 
 
 def test_comparison_has_every_strategy_and_sane_ends(spec: Any, profile_of: Make) -> None:
@@ -115,7 +119,10 @@ def test_comparison_has_every_strategy_and_sane_ends(spec: Any, profile_of: Make
 
 def test_several_gpus_hold_consecutive_layers_within_their_memory(spec: Any, profile_of: Make) -> None:
     parts = Anatomy(
-        lines=(Line("x", 8 << 20),), by_layer=dict.fromkeys(range(6), 1 << 20), embedding=1 << 20, head=1 << 20
+        lines=(Line("x", 8 << 20),),
+        by_layer=dict.fromkeys(range(6), 1 << 20),
+        embedding=1 << 20,
+        head=1 << 20,
     )
     cards = (60 << 20, 100 << 20)
     needs = Needs(kv_bytes=6 << 20, workspace=1 << 20, attention="")

@@ -77,10 +77,14 @@ def updated(profile: ActivationProfile, prompt: int) -> dict[float, Rates]:
                 sum(int(served_curve(cut, chances, (number,), prompt, kappa)[0]) for cut in cuts),
             ]
             total[row] += np.array(hits) / rest
-    return {ratio: Rates(*(row / SPLITS)) for ratio, row in zip(RATIOS, total.tolist() and total, strict=True)}
+    return {
+        ratio: Rates(*(row / SPLITS)) for ratio, row in zip(RATIOS, total.tolist() and total, strict=True)
+    }
 
 
-def test_a_short_prompt_is_noise_for_the_dynamic_rule_and_none_for_the_shrunk_one(profile: ActivationProfile) -> None:
+def test_a_short_prompt_is_noise_for_the_dynamic_rule_and_none_for_the_shrunk_one(
+    profile: ActivationProfile,
+) -> None:
     found = updated(profile, 16)
     for ratio, rates in found.items():
         assert rates.dynamic < rates.frequency, ratio
@@ -142,7 +146,9 @@ def test_hits_of_the_trace_equal_those_of_the_counts(profile: ActivationProfile)
     routing = Routing(profile)
     mask = routing.mask(Chooser(strategy="frequency", slots=300, routing=routing).choose().gpu)
     cells = np.stack([mask[layer][ids] for layer, ids in enumerate(profile.trace.ids)])
-    by_document = np.bincount(profile.trace.owners, weights=cells.sum(axis=(0, 2)), minlength=profile.documents)
+    by_document = np.bincount(
+        profile.trace.owners, weights=cells.sum(axis=(0, 2)), minlength=profile.documents
+    )
     assert np.array_equal(by_document.astype(np.int64), routing.hits(mask))
 
 
@@ -157,11 +163,17 @@ def test_shares_stand_in_for_a_trace_within_a_few_per_cent(profile: ActivationPr
         assert times[1] == pytest.approx(times[0], rel=0.06), ratio
 
 
-def test_the_interval_over_documents_covers_and_the_one_over_tokens_does_not(profile: ActivationProfile) -> None:
-    """100 random halves: the band of one half's documents holds the other half's rate in at least 90 (placement of a third)."""
+def test_the_interval_over_documents_covers_and_the_one_over_tokens_does_not(
+    profile: ActivationProfile,
+) -> None:
+    """100 random halves: the band of one half's documents holds the other half's rate in at least 90 (placement of
+    a third).
+    """
     routing = Routing(profile)
     mask = routing.mask(
-        Chooser(strategy="uniform", slots=profile.counts.shape[1] * profile.experts // 3, routing=routing).choose().gpu
+        Chooser(strategy="uniform", slots=profile.counts.shape[1] * profile.experts // 3, routing=routing)
+        .choose()
+        .gpu
     )
     hits, slots = routing.hits(mask), profile.slots()
     whole = hits.sum() / slots.sum()

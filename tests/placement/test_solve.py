@@ -39,11 +39,15 @@ def nested_tables() -> np.ndarray:
         alone = [
             (other, expert) for other in range(2) for expert in range(4) if other != layer
         ]  # the other layer wholly on the GPU, where it costs 2 x 1.5
-        rows.append([time_of(frozenset([*alone, *((layer, int(e)) for e in order[:n])])) - 3.0 for n in range(5)])
+        rows.append(
+            [time_of(frozenset([*alone, *((layer, int(e)) for e in order[:n])])) - 3.0 for n in range(5)]
+        )
     return np.array(rows)
 
 
-@pytest.mark.parametrize(("slots", "best"), [(0, 150.0), (2, 111.0), (3, 95.1), (4, 73.2), (5, 56.1), (8, 6.0)])
+@pytest.mark.parametrize(
+    ("slots", "best"), [(0, 150.0), (2, 111.0), (3, 95.1), (4, 73.2), (5, 56.1), (8, 6.0)]
+)
 def test_the_worked_example_is_solved_as_brute_force_does(slots: int, best: float) -> None:
     cells = list(product(range(2), range(4)))
     assert min(time_of(frozenset(chosen)) for chosen in combinations(cells, slots)) == pytest.approx(best)

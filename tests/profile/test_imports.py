@@ -24,7 +24,8 @@ EXPERTS = 8
 def spec() -> ModelSpec:
     """Three layers, the first dense."""
     return ModelSpec(
-        name="paper", family="deepseek_v3", model_type="deepseek_v3", layers=3, moe_layers=(1, 2), experts=EXPERTS, top_k=2,
+        name="paper", family="deepseek_v3", model_type="deepseek_v3", layers=3, moe_layers=(1, 2), experts=EXPERTS,
+        top_k=2,
         shared_experts=1, hidden=64, moe_intermediate=32, vocab=100, context=512, activation="silu", dtype="bfloat16",
         tied_embeddings=False, fused=False, dense_params=1, expert_params=1, dense_bytes=2, expert_bytes=2,
         kv_bytes_per_token=64, experts_module="model.layers.{layer}.mlp.experts", fingerprint="sha256:" + "0" * 64,
@@ -63,14 +64,19 @@ def test_the_recorders_per_pass_mode_folds_physical_experts(spec: ModelSpec, tmp
     doubled = np.concatenate([counts, counts], axis=1)
     to = np.tile(np.arange(EXPERTS), (3, 2))
     records = [{"forward_pass_id": 1, "global_physical_count": torch.from_numpy(doubled)}]
-    file = saved(tmp_path / "r.pt", {"records": records, "last_physical_to_logical_map": torch.from_numpy(to)})
+    file = saved(
+        tmp_path / "r.pt", {"records": records, "last_physical_to_logical_map": torch.from_numpy(to)}
+    )
     assert np.array_equal(read_recorder(spec, file).profile.counts[0], 2 * counts[1:])
 
 
 def test_the_recorders_per_token_mode_keeps_phase_and_trace(spec: ModelSpec, tmp_path: Path) -> None:
     ids = torch.full((3, 4, 8), -1, dtype=torch.int32)
     ids[1:, :, :2] = torch.tensor([[[0, 1], [1, 2], [2, 3], [3, 4]], [[4, 5], [5, 6], [6, 7], [7, 0]]])
-    records = [{"topk_ids_of_layer": ids, "forward_mode": 1}, {"topk_ids_of_layer": ids[:, :1], "forward_mode": 2}]
+    records = [
+        {"topk_ids_of_layer": ids, "forward_mode": 1},
+        {"topk_ids_of_layer": ids[:, :1], "forward_mode": 2},
+    ]
     found = read_recorder(spec, saved(tmp_path / "r.pt", {"records": records})).profile
     assert found.tokens.tolist() == [4, 1] and found.trace is not None and found.trace.tokens == 5
     assert found.trace.phases.tolist() == [0, 0, 0, 0, 1] and not found.trace.ranked
@@ -104,10 +110,14 @@ def test_code_in_a_file_never_runs(tmp_path: Path, spec: ModelSpec) -> None:
 
 def test_what_is_exported_is_what_sglang_reads(spec: ModelSpec, tmp_path: Path) -> None:
     counts = passes()
-    profile = read_recorder(spec, saved(tmp_path / "r.pt", {"logical_count": torch.from_numpy(counts)})).profile
+    profile = read_recorder(
+        spec, saved(tmp_path / "r.pt", {"logical_count": torch.from_numpy(counts)})
+    ).profile
     write_recorder(profile, tmp_path / "x.pt", layers=3)
     back = load_pt(tmp_path / "x.pt")
-    assert back["logical_count"].dtype == torch.int32 and np.array_equal(back["logical_count"].numpy(), counts)
+    assert back["logical_count"].dtype == torch.int32 and np.array_equal(
+        back["logical_count"].numpy(), counts
+    )
 
 
 @pytest.mark.parametrize("kind", ["json", "rows.json", "npz", "npy", "csv", "wide.csv"])
@@ -152,7 +162,9 @@ def test_an_order_list_keeps_the_order(spec: ModelSpec, tmp_path: Path) -> None:
         (lambda c: c + 1, "which is dense"),
     ],
 )
-def test_damaged_and_foreign_counts_are_refused(change: Any, words: str, spec: ModelSpec, tmp_path: Path) -> None:
+def test_damaged_and_foreign_counts_are_refused(
+    change: Any, words: str, spec: ModelSpec, tmp_path: Path
+) -> None:
     np.save(tmp_path / "c.npy", change(passes()))
     with pytest.raises(BadInput, match=words):
         read_table(spec, tmp_path / "c.npy")
@@ -168,7 +180,12 @@ def gguf(tensors: dict[str, np.ndarray], kind: int = 0) -> bytes:
     pairs += text("imatrix.datasets") + struct.pack("<IIQ", 9, 8, 1) + text("wiki.txt")
     body, infos = b"", b""
     for name, values in tensors.items():
-        infos += text(name) + struct.pack("<I", 2) + struct.pack("<QQ", 1, len(values)) + struct.pack("<IQ", kind, len(body))
+        infos += (
+            text(name)
+            + struct.pack("<I", 2)
+            + struct.pack("<QQ", 1, len(values))
+            + struct.pack("<IQ", kind, len(body))
+        )
         body += values.astype("<f4").tobytes()
         body += b"\0" * (-len(body) % 32)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 2) + pairs + infos

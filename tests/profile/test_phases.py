@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ktplan import network
-from ktplan.cli.profile_network import load
 from ktplan.cli.output import Output
+from ktplan.cli.profile_network import load
 from ktplan.errors import BadInput, BadUsage
 from ktplan.model import read_spec
 from ktplan.profile import ActivationProfile, Corpus, Document
@@ -31,7 +31,11 @@ def run(tiny: Path, wishes: Wishes, **more: Any) -> ActivationProfile:
     torch.set_num_threads(1)
     net = load(tiny, None, "float32", Output(quiet=True))
     tokenizer = network.tokenizer(tiny)
-    corpus = Corpus(documents=tuple(Document(name, text, f"{name}.txt") for name, text in TEXTS.items()), skipped=(), files=())
+    corpus = Corpus(
+        documents=tuple(Document(name, text, f"{name}.txt") for name, text in TEXTS.items()),
+        skipped=(),
+        files=(),
+    )
     return record(
         read_spec(tiny), corpus, modules=net.modules, forward=net.forward, decoder=net.decoder, wishes=wishes,
         encode=lambda text: Encoded((), np.array(tokenizer(text)["input_ids"], np.int64)), **more,
@@ -42,7 +46,9 @@ def test_generated_tokens_are_the_models_own_greedy_ones(tiny: Path, recorded: A
     model = network.load_whole(tiny, "float32")
     ids = network.tokenizer(tiny)(TEXTS["b"])["input_ids"][:24]
     with torch.inference_mode():
-        whole = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+        whole = model.generate(
+            torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         logits = model(input_ids=whole, output_router_logits=True, use_cache=False).router_logits
     wanted = [
         np.bincount(layer.reshape(30, -1).softmax(-1).topk(2).indices[24:].flatten().numpy(), minlength=16)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ktplan import network
+from ktplan.model import read_spec
 from ktplan.placement import make_plan
 from ktplan.placement.emit import to_rules
-from ktplan.model import read_spec
 from ktplan.rules import parse
 from ktplan.runtime.lint import Lint, lint
 
@@ -45,7 +45,9 @@ def test_own_rules_are_clean_and_bytes_add_up(skeleton: Any, tiny: Path) -> None
 
 
 def test_a_class_of_digits_is_no_range(skeleton: Any) -> None:
-    found = check(skeleton, rule(r"^model\.layers\.([0-15])\.mlp\.experts$", "cuda:0") + rule(r"\.mlp\.experts$"))
+    found = check(
+        skeleton, rule(r"^model\.layers\.([0-15])\.mlp\.experts$", "cuda:0") + rule(r"\.mlp\.experts$")
+    )
     assert found.rules[0].experts_layers == "0-1" and found.rules[1].experts_layers == "2-3"
     assert "[0-15] is a set of single characters" in words(found) and found.errors == 0
 
@@ -55,14 +57,20 @@ def test_gaps_overlaps_and_dead_rules(skeleton: Any) -> None:
     assert "no rule takes the routed experts of layers 1-3" in words(gap)
     overlap = check(skeleton, rule(r"^model\.layers\.[01]\.mlp\.experts$") + rule(r"\.mlp\.experts$"))
     assert "overlaps" not in words(overlap)  # the last rule is for what is left
-    middle = check(skeleton, rule(r"layers\.[01]\.mlp\.experts$") + rule(r"layers\.[12]\.mlp\.experts$") + rule(r"mlp\.experts$"))
+    middle = check(
+        skeleton,
+        rule(r"layers\.[01]\.mlp\.experts$") + rule(r"layers\.[12]\.mlp\.experts$") + rule(r"mlp\.experts$"),
+    )
     assert "overlaps: 1 of the 2" in words(middle)
     dead = check(skeleton, rule(r"\.mlp\.experts$") + rule(r"layers\.3\.mlp\.experts$") + rule("nothing"))
     assert "is unreachable" in words(dead) and "matches no module" in words(dead) and dead.errors == 2
 
 
 def test_what_a_closed_module_hides_is_unreachable(skeleton: Any) -> None:
-    closed = rule(r"\.mlp\.experts$", more="  recursive: false\n") + "- match:\n    name: mlp\\.experts\\.act_fn$\n  replace:\n    kwargs: {generate_device: cpu}\n"
+    closed = (
+        rule(r"\.mlp\.experts$", more="  recursive: false\n")
+        + "- match:\n    name: mlp\\.experts\\.act_fn$\n  replace:\n    kwargs: {generate_device: cpu}\n"
+    )
     found = check(skeleton, closed)
     assert "inside modules that earlier rules close" in words(found)
 
