@@ -42,7 +42,12 @@ _File = click.Path(path_type=Path)
 
 @click.command("place")
 @model_argument
-@click.option("--profile", "profile_file", type=_File, help="Counts from 'ktplan profile'.")
+@click.option(
+    "--profile",
+    "profile_file",
+    type=_File,
+    help="Counts from 'ktplan profile', or of another tool (.pt .gguf .csv ...).",
+)
 @click.option(
     "--strategy", type=click.Choice(_STRATEGIES), default="frequency", show_default=True,
     help="How experts are chosen: optimal solves for the machine's costs, robust for the slowest data set; these and "
@@ -131,13 +136,13 @@ def place_command(
       ktplan place ./model --profile p.safetensors --card-memory 24GiB --what-if vram=16..48,ctx=8k..128k
     """
     from ktplan.cli import place_tables as tables
+    from ktplan.cli.profile_files import read_profile
     from ktplan.placement import fit, hit_rate, make_plan
-    from ktplan.profile import ActivationProfile
 
     job = tables.Job.read(model, what_if, hardware_file, store)
     spec = job.spec
-    profile = ActivationProfile.load(profile_file).for_model(spec) if profile_file else None
-    test = ActivationProfile.load(test_file).for_model(spec) if test_file else None
+    profile = read_profile(spec, profile_file, out) if profile_file else None
+    test = read_profile(spec, test_file, out) if test_file else None
     counted: dict[str, Any] = {"gpu_experts": gpu_experts, "ratio": ratio, "gpu_memory": gpu_memory}
     how: dict[str, Any] = {"gpu_format": gpu_format, "context": context, "margin": margin, "batch": batch}
     if compare:

@@ -14,9 +14,12 @@ from ktplan.errors import BadUsage
 from ktplan.units import format_percent
 
 if TYPE_CHECKING:
+    from ktplan.model import ModelSpec
     from ktplan.profile import ActivationProfile
+    from ktplan.profile.imports import Imported
 
 _File = click.Path(path_type=Path)
+_FOREIGN = (".pt", ".pth", ".gguf", ".dat", ".npy", ".npz", ".json", ".csv")
 _RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -157,24 +160,39 @@ def import_command(model: Path, source: Path, output: Path, out: Output) -> None
     """
     from ktplan.model import read_spec
 
-    spec = read_spec(model)
-    if source.suffix in (".pt", ".pth"):
-        from ktplan.runtime.recorder_file import read_recorder
-
-        found = read_recorder(spec, source)
-    elif source.suffix in (".gguf", ".dat"):
-        from ktplan.profile.imatrix import read_imatrix
-
-        found = read_imatrix(spec, source)
-    else:
-        from ktplan.profile.imports import read_table
-
-        found = read_table(spec, source)
+    found = imported(read_spec(model), source)
     found.profile.save(output)
     body = {"output": str(output), "notes": list(found.notes), **about(found.profile)}
     out.report("profile-import", body, lambda: out.line(f"wrote {output}: {summary(found.profile)}"))
     for note in found.notes:
         out.warn(note)
+
+
+def imported(spec: ModelSpec, source: Path) -> Imported:
+    """Counts of another tool, by the file's suffix."""
+    if source.suffix in (".pt", ".pth"):
+        from ktplan.runtime.recorder_file import read_recorder
+
+        return read_recorder(spec, source)
+    if source.suffix in (".gguf", ".dat"):
+        from ktplan.profile.imatrix import read_imatrix
+
+        return read_imatrix(spec, source)
+    from ktplan.profile.imports import read_table
+
+    return read_table(spec, source)
+
+
+def read_profile(spec: ModelSpec, path: Path, out: Output) -> ActivationProfile:
+    """A profile of this model, or counts of another tool, with a word about what those lack."""
+    from ktplan.profile import ActivationProfile
+
+    if path.suffix in _FOREIGN:
+        found = imported(spec, path)
+        for note in found.notes:
+            out.note(f"{path}: {note}")
+        return found.profile
+    return ActivationProfile.load(path).for_model(spec)
 
 
 @click.command("export")

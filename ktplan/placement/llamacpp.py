@@ -40,8 +40,8 @@ def to_llamacpp(plan: PlacementPlan, profile: ActivationProfile | None = None) -
     served = room * shape.experts / cells if profile is None else _share(profile, layers)
     planned = plan.hit_rate
     notes = [
-        f"llama.cpp places whole layers: {len(layers)} of {len(shape.moe_layers)}, {room * shape.experts:,} experts, for "
-        f"the plan's {len(plan.gpu):,} experts"
+        f"llama.cpp places whole layers: {len(layers)} of {len(shape.moe_layers)}, {room * shape.experts:,} experts, "
+        f"for the plan's {len(plan.gpu):,} experts"
     ]
     if planned is not None:
         notes.append(f"they serve {100 * served:.1f} % of the routed choices, the plan {100 * planned:.1f} %")

@@ -105,7 +105,7 @@ class _Linter:
                 self._say(
                     "error",
                     None,
-                    f"{device} gets {format_bytes(size)} of weights, it has {format_bytes(limit)}",
+                    f"{device} gets {format_bytes(size)} of weights, which exceeds its memory of {format_bytes(limit)}",
                 )
         reports = tuple(self._report(number, rule) for number, rule in enumerate(self._rules))
         return Lint(rules=reports, findings=tuple(self._findings), bytes=dict(sorted(total.items())))
