@@ -14,7 +14,7 @@ from ktplan.model import ModelSpec, open_source
 from ktplan.placement import PlacementPlan, fit, hit_rate, make_plan
 from ktplan.placement import memory as memory_lines
 from ktplan.placement.budget import DEFAULT_CONTEXT, Needs
-from ktplan.placement.compare import Row, Table, compare_all
+from ktplan.placement.comparison import Row, Table, compare_all
 from ktplan.placement.decide import decide, setting_of
 from ktplan.placement.known import describe, reference
 from ktplan.placement.machine import HardwareSpec

@@ -14,7 +14,7 @@ from ktplan.errors import BadUsage, DoesNotFit
 from ktplan.placement import PlacementPlan, fit, make_plan
 from ktplan.placement.budget import Needs
 from ktplan.placement.choose import Chooser
-from ktplan.placement.compare import compare_all
+from ktplan.placement.comparison import compare_all
 from ktplan.placement.decide import setting_of
 from ktplan.placement.known import describe, reference
 from ktplan.placement.llamacpp import to_llamacpp

@@ -23,7 +23,7 @@ RATIOS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 STATIC: Final = ("random", "uniform", "front-loading", "frequency", "optimal")
 DYNAMIC: Final = "dynamic"  # KTransformers' rule
 SHRUNK: Final = "shrunk"  # ours: prompt counts shrunk toward the profile
-_TOKENS: Final = 4000  # replayed: a table of rounded figures needs no more
+_TOKENS: Final = 2500  # replayed: a table of rounded figures needs no more
 _FITTED: Final = 12  # documents that kappa is fitted on in each fold
 PROMPT: Final = 32  # tokens from which the dynamic rules update
 
