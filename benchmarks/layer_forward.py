@@ -2,10 +2,11 @@
 
     python benchmarks/layer_forward.py --shape qwen3-30b --tokens 1 4 16 64 256 --threads 2 --json result.json
 
-Weights are random and larger than any cache; tokens are routed at random, at one token so that no expert comes back before
-all the others were read. The candidates take turns in blocks of about a fifth of a second; a block counts as quiet when
-other processes used at most 8 % of the machine in it, and medians are over quiet blocks (over all, marked "~", where
-too few were). Bandwidth is measured over the very same packed weights, between the blocks.
+Weights are random and larger than any cache; tokens are routed at random, at one token so that no expert comes back
+before all the others were read. The candidates take turns in blocks of about a fifth of a second; a block counts as
+quiet when other processes used at most 8 % of the machine in it, and medians are over quiet blocks (over all, marked
+"~", where too few were). With one thread, a busy block counts by the processor time it took (marked "c"). Bandwidth is
+measured over the very same packed weights, between the blocks.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ OTHERS = 0.08
 class Series:
     """Seconds a call, block by block."""
 
+    busy_mark: str
     quiet: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
 
@@ -47,15 +49,14 @@ class Series:
 
     @property
     def mark(self) -> str:
-        return "" if len(self.quiet) >= 3 else "~"
+        return "" if len(self.quiet) >= 3 else self.busy_mark
 
 
 def machine_ticks() -> tuple[float, float]:
     """(processor seconds used by everyone, by this process)."""
     fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     used = sum(fields) - fields[3] - fields[4]
-    times = os.times()
-    return used / os.sysconf("SC_CLK_TCK"), times.user + times.system
+    return used / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def block(call: Callable[[], None], series: Series, cores: int) -> None:
@@ -71,7 +72,10 @@ def block(call: Callable[[], None], series: Series, cores: int) -> None:
     elapsed = time.perf_counter() - start
     all_after, own_after = machine_ticks()
     others = max(0.0, (all_after - all_before) - (own_after - own_before)) / elapsed / cores
-    (series.quiet if others <= OTHERS else series.busy).append(elapsed / calls)
+    if others <= OTHERS:
+        series.quiet.append(elapsed / calls)
+    else:
+        series.busy.append((own_after - own_before if series.busy_mark == "c" else elapsed) / calls)
 
 
 class Routing:
@@ -94,7 +98,9 @@ class Routing:
         return self.calls[self.next % len(self.calls)]
 
 
-def packed_layer(shape: tuple[int, int, int, int], bits: int, rng: np.random.Generator) -> list[kernels.PackedExpert]:
+def packed_layer(
+    shape: tuple[int, int, int, int], bits: int, rng: np.random.Generator
+) -> list[kernels.PackedExpert]:
     hidden, inter, experts, _ = shape
     size = hidden * inter * bits // 8
     memory = rng.integers(0, 256, experts * 3 * size, np.uint8)  # one stretch, as a mapped file is
@@ -115,7 +121,9 @@ def torch_layer(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.T
 
 
 @torch.no_grad()
-def torch_forward(weights: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def torch_forward(
+    weights: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor
+) -> torch.Tensor:
     """As transformers runs experts: a loop over those that were hit."""
     gate_up, down = weights
     out = torch.zeros_like(x)
@@ -173,7 +181,13 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, object]:
         for activation_bits in (16, 8):
             made[(bits, activation_bits)] = [
                 kernels.ExpertLayer(
-                    [p], hidden=shape[0], intermediate=shape[1], bits=bits, threads_pool=pool, isa=args.isa, activation_bits=activation_bits
+                    [p],
+                    hidden=shape[0],
+                    intermediate=shape[1],
+                    bits=bits,
+                    threads_pool=pool,
+                    isa=args.isa,
+                    activation_bits=activation_bits,
                 )
                 for p in packed
             ]
@@ -181,12 +195,13 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, object]:
         made["torch"] = [torch_layer(shape) for _ in range(args.layers)]
     rows = []
     for tokens in args.tokens:
+        mark = "c" if args.threads == 1 else "~"
         series: dict[str, Series] = {}
-        bandwidth: dict[int, Series] = {8: Series(), 4: Series()}
+        bandwidth: dict[int, Series] = {8: Series(mark), 4: Series(mark)}
         runs = list(candidates(shape, args.layers, pool, tokens, made))
         for _ in range(args.rounds):
             for label, call in runs:
-                block(call, series.setdefault(label, Series()), os.cpu_count() or 1)
+                block(call, series.setdefault(label, Series(mark)), os.cpu_count() or 1)
             for bits, read in bandwidth.items():
                 layer = made[(bits, 16)][0]
                 block(lambda layer=layer: layer.read(), read, os.cpu_count() or 1)
@@ -196,14 +211,23 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, object]:
 
 
 def row(
-    shape: tuple[int, int, int, int], tokens: int, series: dict[str, Series], bandwidth: dict[int, Series], made: dict[object, object]
+    shape: tuple[int, int, int, int],
+    tokens: int,
+    series: dict[str, Series],
+    bandwidth: dict[int, Series],
+    made: dict[object, object],
 ) -> dict[str, object]:
     hidden, inter, _, top_k = shape
     operations = 2 * 3 * hidden * inter * tokens * top_k
     out: dict[str, object] = {"tokens": tokens, "candidates": {}}
     base = series.get("torch bf16")
     for label, s in series.items():
-        entry = {"ms": s.seconds * 1e3, "mark": s.mark, "gops": operations / s.seconds / 1e9, "blocks": [*s.quiet, *s.busy]}
+        entry = {
+            "ms": s.seconds * 1e3,
+            "mark": s.mark,
+            "gops": operations / s.seconds / 1e9,
+            "blocks": [*s.quiet, *s.busy],
+        }
         if label.startswith("int"):
             bits = int(label[3])
             read = made[(bits, 16)][0].read() / bandwidth[bits].seconds
@@ -217,16 +241,25 @@ def row(
 
 def show(name: str, entry: dict[str, object]) -> None:
     for label, c in entry["candidates"].items():
-        line = f"| {name} | {entry['tokens']:4d} | {label:10s} | {c['ms']:9.3f}{c['mark']:1s} ms | {c['gops']:6.1f} GOP/s |"
+        cells = [
+            name,
+            f"{entry['tokens']:4d}",
+            f"{label:10s}",
+            f"{c['ms']:9.3f}{c['mark']:1s} ms",
+            f"{c['gops']:6.1f} GOP/s",
+        ]
         if "times_torch" in c:
-            line += f" {c['times_torch']:5.2f} x torch |"
+            cells.append(f"{c['times_torch']:5.2f} x torch")
         if "of_read" in c:
-            line += f" {c['bytes_per_s'] / 1e9:5.1f} GB/s | {c['of_read'] * 100:5.1f} % of {c['read_bytes_per_s'] / 1e9:.1f} GB/s read |"
-        print(line, flush=True)
+            cells.append(f"{c['bytes_per_s'] / 1e9:5.1f} GB/s")
+            cells.append(f"{c['of_read'] * 100:5.1f} % of {c['read_bytes_per_s'] / 1e9:.1f} GB/s read")
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", nargs="+", default=["qwen3-30b", "dsv2-lite"], choices=sorted(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256])
     parser.add_argument("--threads", type=int, default=hardware.usable_cores().usable)
@@ -239,10 +272,18 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     machine = hardware.detect()
     chosen = kernels.isa(args.isa)
-    print(f"{machine.cpu_name}, {args.threads} threads, {chosen.value} ({chosen.why}), torch {torch.__version__}", flush=True)
+    print(
+        f"{machine.cpu_name}, {args.threads} threads, {chosen.value} ({chosen.why}), torch {torch.__version__}",
+        flush=True,
+    )
     results = [measure(args, name) for name in args.shape]
     if args.json:
-        args.json.write_text(json.dumps({"cpu": machine.cpu_name, "isa": chosen.value, "threads": args.threads, "results": results}, indent=1))
+        args.json.write_text(
+            json.dumps(
+                {"cpu": machine.cpu_name, "isa": chosen.value, "threads": args.threads, "results": results},
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -6,17 +6,21 @@ Every JSON file of the suite carries `kind`, `version` and `made_by`; readers re
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError
 from ktplan.version import __version__
+
+_SHORT = 32  # characters of a file's name in that of its temporary file: names have a limit
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -43,10 +47,11 @@ def fsync_directory(path: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary file name beside `path`; on success it takes the place of `path`, on failure it is removed.
 
-    A reader sees the old file or the new one, never half. Raises KtplanError naming `path` where its folder is
-    missing or not writable, DoesNotFit where the disk is full.
+    A reader sees the old file or the new one, never half. Raises BadUsage where `path` cannot be a file, KtplanError
+    naming `path` where its folder is missing or not writable, DoesNotFit where the disk is full.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    refuse_bad_file_name(path)
+    part = path.with_name(f".{path.name[:_SHORT]}.{os.getpid()}.part")
     try:
         with explained(path):
             yield part
@@ -55,8 +60,43 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(part, path)
             fsync_directory(path.parent)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # the trouble that is under way is the one to tell
+            part.unlink()
         raise
+
+
+def refuse_bad_file_name(path: Path) -> None:
+    """Raise BadUsage where `path` names no file that can be replaced: a folder, a device, a pipe."""
+    with explained(path):
+        if path.name in ("", "..") or path.is_dir():
+            raise BadUsage(f"{path} is a folder, a file is to be written", hint="name a file, e.g. with -o")
+        if path.exists() and not path.is_file():
+            raise BadUsage(f"{path} is a device or a pipe, no file", hint="name a file, e.g. with -o")
+
+
+def check_output_file(path: Path, *, sources: Iterable[Path] = ()) -> None:
+    """Find out before the work whether the file `path` can be written after it.
+
+    Raises BadUsage where its folder is missing, where it is no file, and where it would overwrite something that is
+    read: one of `sources` or, where that is a folder, any file in it. Raises KtplanError where the folder is not
+    writable.
+    """
+    refuse_bad_file_name(path)
+    folder = path.parent
+    with explained(path):
+        if not folder.is_dir():
+            raise BadUsage(
+                f"{path} cannot be written: {folder} is not a folder that exists",
+                hint="make it first, or name another file with -o",
+            )
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise KtplanError(f"{folder} is not writable", hint="name another file with -o")
+        for source in sources:
+            if path.exists() and source.exists() and (path.samefile(source) or folder.samefile(source)):
+                raise BadUsage(
+                    f"{path} is read by this command ({source}) and would be overwritten",
+                    hint="name another file with -o",
+                )
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -106,13 +146,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path} is a folder, a file is expected", hint="check the path") from None
     except OSError as fault:
         raise BadInput(f"{path} cannot be read: {fault.strerror}", hint="check its permissions") from None
-    except (UnicodeDecodeError, RecursionError):
-        raise BadInput(f"{path} is not JSON text", hint="make the file again") from None
     except json.JSONDecodeError as fault:
         raise BadInput(
             f"{path} is not JSON: {fault.msg} at line {fault.lineno}",
             hint="make the file again; it may be cut off",
         ) from None
+    except (ValueError, RecursionError):  # no UTF-8; a number of thousands of digits; brackets without end
+        raise BadInput(f"{path} is not JSON text", hint="make the file again") from None
     if not isinstance(body, dict):
         raise BadInput(
             f"{path} holds a {type(body).__name__}, a JSON object is expected", hint="check the path"
@@ -131,7 +171,7 @@ def explained(path: Path) -> Iterator[None]:
 
 def cannot_write(path: Path, fault: OSError) -> KtplanError:
     """What to tell about an OSError that came up while writing `path`."""
-    if fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if fault.errno in _FULL:
         return DoesNotFit(
             f"no space left to write {path}", hint="free space there or choose another output with -o"
         )
@@ -141,35 +181,80 @@ def cannot_write(path: Path, fault: OSError) -> KtplanError:
     )
 
 
+def os_trouble(fault: OSError) -> KtplanError:
+    """What to tell about an OSError of which nothing is known but itself."""
+    reason = fault.strerror or str(fault) or type(fault).__name__
+    what = f"{os.fsdecode(fault.filename)}: " if isinstance(fault.filename, (str, bytes)) else ""
+    if fault.errno in _FULL:
+        return DoesNotFit(f"{what}{reason}", hint="free space there, or raise the limit on file sizes")
+    hints = {
+        errno.EACCES: "check the permissions of the path",
+        errno.EPERM: "check the permissions of the path",
+        errno.EROFS: "choose a place that you may write to",
+        errno.ENAMETOOLONG: "give a shorter path",
+        errno.ELOOP: "a symbolic link there leads back to itself",
+        errno.EMFILE: "raise the limit on open files: ulimit -n",
+        errno.EIO: "check the disk",
+    }
+    return KtplanError(f"{what}{reason}", hint=hints.get(fault.errno or 0, "check the path"))
+
+
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Create the folder `path` for one job; if the job fails or is interrupted, remove all that it made.
 
-    `path` must not exist or be an empty folder, else BadUsage names it: nothing foreign is ever overwritten or removed.
+    `path` must not exist or be an empty folder that no other job fills, else BadUsage names it: nothing foreign is ever
+    overwritten or removed.
     """
-    existed = path.exists()
-    if existed and not path.is_dir():
-        raise BadUsage(f"{path} exists and is a file", hint="name a new folder with -o")
-    if existed and any(path.iterdir()):
-        raise BadUsage(
-            f"{path} exists and is not empty", hint="name a new folder with -o, or remove that one first"
-        )
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with explained(path):
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".{os.getpid()}.part"
-        probe.touch()
-        probe.unlink()
+    made: list[Path] = []
     try:
         with explained(path):
-            yield path
-            fsync_directory(path)
-            fsync_directory(path.parent)
+            _make_folder(path, made)
+            with _held_alone(path):
+                try:
+                    yield path
+                    fsync_directory(path)
+                    fsync_directory(path.parent)
+                except BaseException:
+                    _empty(path)
+                    raise
     except BaseException:
-        _empty(path)
-        for folder in missing:
-            folder.rmdir()
+        for folder in reversed(made):
+            with suppress(OSError):  # another job may have put something there
+                folder.rmdir()
         raise
+
+
+def _make_folder(path: Path, made: list[Path]) -> None:
+    """Make `path` and the folders above it; those that were not there are appended to `made`."""
+    if path.exists() and not path.is_dir():
+        raise BadUsage(f"{path} exists and is a file", hint="name a new folder with -o")
+    for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+        folder.mkdir(exist_ok=True)
+        made.append(folder)
+    probe = path / f".{os.getpid()}.part"
+    probe.touch()
+    probe.unlink()
+
+
+@contextmanager
+def _held_alone(path: Path) -> Iterator[None]:
+    """Keep other jobs out of the empty folder `path`. Raises BadUsage where it is not empty or one is in it already."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadUsage(
+                f"another ktplan is writing {path}", hint="wait for it, or name another folder with -o"
+            ) from None
+        if any(path.iterdir()):
+            raise BadUsage(
+                f"{path} exists and is not empty", hint="name a new folder with -o, or remove that one first"
+            )
+        yield
+    finally:
+        os.close(handle)
 
 
 def _empty(path: Path) -> None:

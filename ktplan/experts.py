@@ -5,10 +5,15 @@ A layer is always the model's own layer number, never "the n-th MoE layer".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ktplan.errors import BadInput
+
+_NUMBER = re.compile(
+    r"[0-9]{1,6}"
+)  # longer ones are no expert ids, and "0-99999999999" would fill the memory
 
 
 class ExpertId(NamedTuple):
@@ -99,7 +104,9 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     ids: set[int] = set()
     for run in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = run.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        if _NUMBER.fullmatch(first) is None or (
+            dash and (_NUMBER.fullmatch(last) is None or int(last) < int(first))
+        ):
             raise BadInput(f"'{run}' in '{text}' is not a range of expert ids", hint="write ids like 0-3,17")
         ids.update(range(int(first), int(last if dash else first) + 1))
     return tuple(sorted(ids))

@@ -156,7 +156,7 @@ def detect(root: Path = Path("/")) -> Hardware:
 
 
 def detect_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str]:
-    """NVIDIA GPUs by `nvidia-smi`, and a sentence on how they were looked for; names alone from /proc where it is missing."""
+    """NVIDIA GPUs by `nvidia-smi`, or names alone from /proc, and a sentence on how they were looked for."""
     program = shutil.which("nvidia-smi")
     if program is not None:
         query = "--query-gpu=index,name,memory.total,memory.free,driver_version"

@@ -25,9 +25,6 @@ Numerics = Literal["ktplan", "upstream"]
 ISA_VARIABLE = "KTPLAN_ISA"
 SPIN_US = 100  # how long an idle thread waits awake: longer than the gap between two phases, far below a millisecond
 
-# layout id -> bits of a weight
-LAYOUT_BITS = {"kt-int8-n32-k64-vnni-v1": 8, "kt-int4-n32-k128-vnni-v1": 4}
-
 
 @dataclass(frozen=True, slots=True)
 class Chosen(Generic[T]):
@@ -64,7 +61,7 @@ def isa(wanted: str | None = None) -> Chosen[str]:
             f"instruction set {asked!r} cannot run on this machine: {known[asked]} ({source})",
             hint=f"use one of: {', '.join(runnable)}",
         )
-    better = [(name, f"{source.replace('it', asked)}") for name in runnable[: runnable.index(asked)]]
+    better = [(name, f"{asked} was asked for") for name in runnable[: runnable.index(asked)]]
     return Chosen(asked, source, tuple(rejected + better))
 
 
@@ -164,7 +161,7 @@ class ExpertLayer:
         activation_bits: int = 16,
         numerics: Numerics = "ktplan",
     ) -> None:
-        """Raises BadUsage for sizes that no layout has, BadInput for arrays that do not have those sizes, MachineLacks."""
+        """Raises BadUsage for settings that do not exist, BadInput for arrays of other sizes, MachineLacks."""
         _check_sizes(parts, hidden, intermediate, bits, activation_bits, numerics)
         self.hidden = hidden
         self.intermediate = intermediate
@@ -239,7 +236,7 @@ def _check_sizes(
 
 
 def _part_width(part: Sequence[PackedExpert | None], p: int, hidden: int, bits: int) -> int | None:
-    """The intermediate width of a part, after every array's size was found to agree with it; None if it has no expert."""
+    """The intermediate width of a part, all sizes checked against it; None if the part has no expert."""
     width: int | None = None
     for e, expert in enumerate(part):
         if expert is None:
@@ -263,7 +260,7 @@ def quantize_rows(
 def dot_products(
     x: F32, packed: npt.NDArray[Any], rows: int, bits: int, activation_bits: int, *, isa: str
 ) -> npt.NDArray[np.int64]:
-    """The exact integers levels(x) @ levels(packed).T, [len(x), rows]; INT4 levels are 16 times the nibble. For tests."""
+    """Exact integers levels(x) @ levels(packed).T, [len(x), rows]; INT4 levels are 16 nibbles. For tests."""
     return _native.dots(isa, x, packed, rows, bits, activation_bits)
 
 
@@ -275,3 +272,45 @@ def swiglu(gate: F32, up: F32, *, isa: str) -> F32:
 def round_bf16(x: F32, *, isa: str) -> F32:
     """The nearest bfloat16 values, ties to even. For tests."""
     return _native.round_bf16(isa, x)
+
+
+class PackTask(NamedTuple):
+    """One projection to quantize and pack, and where its bytes go."""
+
+    matrix: npt.NDArray[Any]  # [N, K], float32 or bfloat16 as uint16; rows may lie apart
+    packed: npt.NDArray[np.uint8]  # [N * K * bits / 8]
+    scale: F32  # [N]
+
+
+class PackOutcome(NamedTuple):
+    """`finite`: no NaN, no infinity (else the bytes mean nothing). Sums of squared errors and of squared weights."""
+
+    finite: bool
+    error: float
+    energy: float
+
+
+def pack_weights(
+    tasks: Sequence[PackTask],
+    bits: int,
+    rounding: Literal["kt", "mse"],
+    multipliers: npt.NDArray[np.uint16],
+    *,
+    pool: Pool | None = None,
+    isa: str | None = None,
+) -> list[PackOutcome]:
+    """Quantize and pack on all threads of `pool`, with the bytes that ktplan.quant.rounding specifies.
+
+    `multipliers` is the grid of the search (quant.rounding.multipliers). N must be a multiple of 32, K of the layout's
+    unit. Raises ValueError or TypeError naming the argument for other shapes and dtypes.
+    """
+    own = pool if pool is not None else Pool.default()
+    found = _native.pack_weights(
+        _choose(isa).value,
+        own._native,
+        [(task.matrix, task.packed, task.scale) for task in tasks],
+        bits,
+        rounding,
+        multipliers,
+    )
+    return [PackOutcome(*one) for one in found]

@@ -172,7 +172,10 @@ class _Reader:
         self._origin = origin
 
     def read(self, text: str) -> Rules:
-        loader = yaml.SafeLoader(text)
+        try:
+            loader = yaml.SafeLoader(text)
+        except yaml.YAMLError as fault:  # a character that YAML does not allow
+            raise self._unreadable(fault) from None
         try:
             root = loader.get_single_node()
             if not isinstance(root, yaml.SequenceNode):
@@ -186,10 +189,16 @@ class _Reader:
                 hint="begin every rule with '- match:' in the same column, what belongs to it two further",
             ) from None
         except (yaml.YAMLError, RecursionError) as fault:
-            raise BadInput(f"{self._origin}: not valid YAML: {fault}", hint="check the file") from None
+            raise self._unreadable(fault) from None
         finally:
             loader.dispose()
         return Rules(rules, self._origin)
+
+    def _unreadable(self, fault: Exception) -> BadInput:
+        reason = " ".join(str(fault).split())
+        return BadInput(
+            f"{self._origin}: not valid YAML: {reason}", hint="give a YAML file with a list of rules"
+        )
 
     def _rule(self, node: yaml.Node, loader: yaml.SafeLoader) -> Rule:
         entries = self._mapping(node, _RULE_KEYS, "a rule")
@@ -212,7 +221,7 @@ class _Reader:
         if name is not None:
             try:
                 re.compile(name)
-            except re.error as fault:
+            except (re.error, OverflowError, RecursionError) as fault:
                 raise self._error(
                     entries["name"],
                     f"name is no regular expression: {fault}",
@@ -235,13 +244,19 @@ class _Reader:
         if "kwargs" in entries:
             values = self._mapping(entries["kwargs"], allowed, f"kwargs of {class_name}")
             for key, value in values.items():
-                kwargs[key] = loader.construct_document(value)
+                kwargs[key] = self._value(key, value, loader)
                 self._check_argument(key, kwargs[key], value)
         if class_name == DEFAULT and "generate_device" not in kwargs:
             raise self._error(
                 node, "a default rule says no device", "give kwargs a generate_device: cpu, gpu, cuda:0"
             )
         return Replace(class_name=class_name, kwargs=kwargs)
+
+    def _value(self, key: str, node: yaml.Node, loader: yaml.SafeLoader) -> Any:
+        try:
+            return loader.construct_document(node)
+        except ValueError as fault:  # what looks like a date or a number and is none
+            raise self._error(node, f"{key} cannot be read: {fault}", "put it in quotes") from None
 
     def _check_argument(self, key: str, value: Any, node: yaml.Node) -> None:
         if key == "gpu_experts":
@@ -295,7 +310,7 @@ class _Reader:
 
 def is_device(value: Any) -> bool:
     """True for what a rule may call a device: cpu, gpu, cuda, cuda:N."""
-    return isinstance(value, str) and re.fullmatch(r"cpu|gpu|cuda(:\d+)?", value) is not None
+    return isinstance(value, str) and re.fullmatch(r"cpu|gpu|cuda(:[0-9]{1,3})?", value) is not None
 
 
 def _kind(node: yaml.Node) -> str:

@@ -30,21 +30,29 @@ def parse_bytes(text: str) -> int:
 
     Raises BadUsage for anything else, negative amounts included.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _BYTE_UNITS.get(found.group(2).lower()) if found else None
     if found is None or unit is None:
         raise BadUsage(f"'{text}' is not an amount of memory", hint="write it like 18GiB, 18GB or 512MiB")
-    return int(float(found.group(1)) * unit)
+    return _whole(found.group(1), unit)
 
 
 def parse_tokens(text: str) -> int:
     """`"16k"` is 16,000 and `"16K"` 16,384 tokens. Raises BadUsage for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", text)
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmM]?)\s*", text)
     if found is None:
         raise BadUsage(
             f"'{text}' is not a number of tokens", hint="write it like 4096, 16k (16,000) or 16K (16,384)"
         )
-    return int(float(found.group(1)) * _TOKEN_UNITS[found.group(2)])
+    return _whole(found.group(1), _TOKEN_UNITS[found.group(2)])
+
+
+def _whole(number: str, unit: int) -> int:
+    # 2**63 bytes are more than any machine has; numbers of hundreds of digits would overflow a float.
+    amount = float(number) * unit
+    if amount >= 2**63:
+        raise BadUsage(f"'{number[:20]}…' is too large", hint="give a smaller number")
+    return int(amount)
 
 
 def format_bytes(count: int | float) -> str:

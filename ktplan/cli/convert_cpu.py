@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import model_argument, model_word, output_options
+from ktplan.cli.options import (
+    ByteSize,
+    ManyFiles,
+    TokenCount,
+    model_word,
+    optional_model_argument,
+    output_options,
+    text_files,
+)
 from ktplan.cli.output import Output
+from ktplan.errors import BadUsage
 from ktplan.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from ktplan.convert.calibrated import CalibrationText
     from ktplan.convert.cpu import Plan, Report
-    from ktplan.model import SafetensorsSource
+    from ktplan.model import WeightSource
 
 
 @click.command("convert-cpu")
-@model_argument
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder for the store; new or empty.",
-)
+@optional_model_argument
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder for the store; new or empty.")
 @click.option(
     "--bits",
     type=click.Choice(["8", "4", "2"]),
@@ -38,67 +43,162 @@ if TYPE_CHECKING:
     type=click.Choice(["row"]),
     default="row",
     show_default=True,
-    help="Weights that share a scale; this layout has one scale for each row.",
+    help="Weights that share a scale. kt-kernel's formats have one scale for each output row.",
 )
 @click.option(
     "--rounding",
-    type=click.Choice(["mse", "kt"]),
+    type=click.Choice(["mse", "kt", "gptq"]),
     default="mse",
     show_default=True,
-    help="mse searches each row's scale for the least error. kt gives kt-kernel's bytes exactly.",
+    help="mse searches each row's scale for the least error. kt gives kt-kernel's bytes exactly. gptq fits levels "
+    "and scales to what --calibration text makes the experts see: the least damage, in the same format.",
+)
+@click.option(
+    "--calibration",
+    cls=ManyFiles,
+    multiple=True,
+    metavar="FILE...",
+    help="Text for --rounding gptq (.txt, .jsonl, corpus:profile); several files may follow.",
+)
+@click.option(
+    "--max-tokens", type=TokenCount(), default=65_536, show_default=True, help="Of the calibration text."
 )
 @click.option(
     "--numa-parts",
     type=int,
     default=1,
     show_default=True,
-    help="Split every expert for this many NUMA nodes; the number is fixed in the store.",
+    help="Split every expert for this many NUMA nodes; see also ktplan repartition.",
 )
 @click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads that quantize. Default: the CPUs, at most 8."
+    "--mixed",
+    type=ByteSize(),
+    metavar="BUDGET",
+    help="With --bits 4: give 8 bits to the experts that 4 hurt most, as long as all of them fit into BUDGET (e.g. "
+    "20GiB). Only ktplan reads such a store.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads that quantize. Default: all CPUs.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Go on with the conversion that was stopped in DIR; model and options are known there.",
 )
 @click.option("--dry-run", is_flag=True, help="Check everything, say what it takes, write nothing.")
 @output_options
+@click.pass_context
 def convert_cpu_command(
-    model: Path,
-    output: Path,
-    bits: str,
-    group_size: str,
-    rounding: str,
-    numa_parts: int,
+    context: click.Context,
+    /,
+    model: Path | None,
+    output: Path | None,
     threads: int | None,
+    resume: Path | None,
     dry_run: bool,
     out: Output,
+    **options: Any,
 ) -> None:
     """Pack the routed experts of MODEL for the CPU.
 
     The store is a folder of safetensors, one a MoE layer, that ktplan maps and that an unmodified kt-kernel reads
     (AMXINT8, AMXINT4), with store.json beside them: what was converted, how, and each expert's error. Dense weights
-    stay in the model. A conversion that was stopped goes on when the same command is given again.
+    stay in the model. A conversion that was stopped, in whatever way, goes on when the same command is given again.
 
     \b
     Examples:
       ktplan convert-cpu tiny -o tiny-int8
       ktplan convert-cpu ./Qwen3-30B-A3B -o ./store --bits 4 --numa-parts 2 --dry-run
+      ktplan convert-cpu --resume ./store
     """
-    del group_size  # one choice so far
     from ktplan.convert.cpu import convert_cpu, plan_cpu
+    from ktplan.convert.job import Arguments
     from ktplan.model import open_source
     from ktplan.quant.scheme import Scheme
 
+    if resume is not None:
+        model, output, options = _recalled(context, resume, model, output, options)
+    if model is None or output is None:
+        missing = "MODEL" if model is None else "-o"
+        raise BadUsage(f"{missing} is missing", hint="ktplan convert-cpu MODEL -o STORE, or --resume DIR")
     source = open_source(model)
     _note_what_is_left_out(source, out)
-    scheme = Scheme(int(bits), rounding="kt" if rounding == "kt" else "mse")
+    scheme = Scheme(int(options["bits"]), rounding=options["rounding"])
+    options["calibration"] = [_absolute(name) for name in options["calibration"]]
+    calibration = _calibration(options, out)
     if dry_run:
-        plan = plan_cpu(source, output, scheme, numa_parts, threads=threads)
+        plan = plan_cpu(
+            source,
+            output,
+            scheme,
+            options["numa_parts"],
+            threads=threads,
+            calibration=calibration,
+            mixed=options["mixed"],
+        )
         out.report("convert-cpu-plan", _plan_body(plan), lambda: _show_plan(plan, out))
         return
-    report = convert_cpu(source, output, scheme, numa_parts, threads=threads, progress=out.progress())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is finished stays
+    report = convert_cpu(
+        source,
+        output,
+        scheme,
+        options["numa_parts"],
+        threads=threads,
+        calibration=calibration,
+        mixed=options["mixed"],
+        arguments=Arguments(model_path=str(model.absolute()), options=options),
+        progress=out.progress(),
+    )
+    for layer, reason in report.redone.items():
+        out.warn(f"layer {layer} was made again: {reason}")
     out.report("convert-cpu-report", _report_body(report), lambda: _show_report(report, out))
     out.hint(f"ktplan run {model_word(model)} --store {output}")
 
 
-def _note_what_is_left_out(source: SafetensorsSource, out: Output) -> None:
+def _absolute(name: str) -> str:
+    return name if name.startswith("corpus:") else str(Path(name).absolute())
+
+
+def _calibration(options: dict[str, Any], out: Output) -> CalibrationText | None:
+    """The text to fit to. A profile is told apart: it counts how often experts are used, not what they see."""
+    if not options["calibration"]:
+        return None
+    if any(name.endswith(".safetensors") for name in options["calibration"]):
+        raise BadUsage(
+            "--calibration needs text: a profile says how often experts are used, not what their inputs are",
+            hint="give the files that the profile was recorded on",
+        )
+    from ktplan.convert.calibrated import CalibrationText
+    from ktplan.profile import read_corpus
+
+    corpus = read_corpus(text_files("--calibration", options["calibration"]))
+    if warning := corpus.warning():
+        out.warn(warning)
+    return CalibrationText(corpus=corpus, max_tokens=options["max_tokens"])
+
+
+def _recalled(
+    context: click.Context, folder: Path, model: Path | None, output: Path | None, options: dict[str, Any]
+) -> tuple[Path, Path, dict[str, Any]]:
+    """What the stopped conversion was asked, and what is given now; where they differ the job is refused by name."""
+    from click.core import ParameterSource
+
+    from ktplan.convert.job import recorded_arguments
+
+    if output is not None and output.absolute() != folder.absolute():
+        raise BadUsage(f"-o {output} is not the folder of --resume {folder}", hint="leave out -o")
+    from ktplan.model import locate
+
+    recorded = recorded_arguments(folder)
+    now = {
+        name: value
+        for name, value in options.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    return model or locate(recorded.model_path), folder, {**options, **recorded.options, **now}
+
+
+def _note_what_is_left_out(source: WeightSource, out: Output) -> None:
     if beyond := source.beyond_names():
         out.note(
             f"left out: {len(beyond)} tensors of layers from {source.spec.layers} on, which config.json does not count "
@@ -158,7 +258,7 @@ def _show_report(report: Report, out: Output) -> None:
     )
     worst = manifest.worst(1)[0]
     out.line(
-        f"weight error (relative RMS): mean {manifest.mean_error:.4f}, "
+        f"weight error (relative RMS): mean {manifest.mean_error or 0.0:.4f}, "
         f"worst {worst.error:.4f} (layer {worst.layer}, expert {worst.expert}, {worst.projection})"
     )
 
@@ -176,6 +276,7 @@ def _report_body(report: Report) -> dict[str, Any]:
         "layers": list(manifest.layers),
         "experts": manifest.experts,
         "resumed_layers": report.resumed,
+        "redone_layers": {str(layer): reason for layer, reason in report.redone.items()},
         "bytes_in": report.bytes_in,
         "bytes_out": manifest.total_bytes,
         "seconds": report.seconds,

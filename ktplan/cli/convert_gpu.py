@@ -15,7 +15,7 @@ from ktplan.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from ktplan.convert.gpu import GpuPlan, GpuReport
     from ktplan.experts import ExpertSet
-    from ktplan.model import SafetensorsSource
+    from ktplan.model import WeightSource
     from ktplan.profile import Corpus
 
 _ROWS = 20  # experts named in the table, worst first
@@ -77,9 +77,9 @@ _NAMES = 6  # tensors named in a note
 @click.option(
     "--min-tokens",
     type=click.IntRange(min=0),
-    default=0,
+    default=1,
     show_default=True,
-    help="Round experts that saw fewer tokens to nearest, instead of relying on the layer's other tokens.",
+    help="Round experts that saw fewer tokens to nearest; 0 fits those, too, to the layer's other tokens.",
 )
 @click.option(
     "--positive-scales",
@@ -110,8 +110,8 @@ def convert_gpu_command(
     """Quantize the routed experts of MODEL for the GPU: GPTQ W4A16 or W8A16.
 
     Calibration text runs through the model one layer at a time, so a model need not fit in memory. The folder is a
-    complete checkpoint in the GPTQ format that vLLM, SGLang and GPTQModel load; everything but the experts is copied
-    as it is. With --plan it holds just the experts of the plan. No expert comes out worse than by rounding to nearest.
+    complete checkpoint in the GPTQ format; everything but the experts is copied as it is. With --plan it holds just
+    the experts of the plan. No expert comes out worse than by rounding to nearest.
 
     \b
     Examples:
@@ -119,14 +119,15 @@ def convert_gpu_command(
       ktplan convert-gpu ./Qwen3-30B-A3B -o ./gpu --plan plan.json --dataset chat.jsonl code.jsonl
     """
     _check_usage(method, dataset, max_tokens, chunk)
+    from ktplan.model import open_safetensors
+
+    source = open_safetensors(model)
+    experts = _planned(plan_path, source)
     from ktplan.convert.expert_rounding import Calibration
     from ktplan.convert.gpu import GpuOptions, convert_gpu, plan_gpu
-    from ktplan.model import open_source
     from ktplan.profile import read_corpus
     from ktplan.quant.gptq import Effort
 
-    source = open_source(model)
-    experts = _planned(plan_path, source)
     effort = Effort(damp=damp, signed_scales=not positive_scales)
     options = GpuOptions(
         bits=int(bits),
@@ -153,7 +154,7 @@ def convert_gpu_command(
         "convert-gpu-report", _report_body(report, source, corpus), lambda: _show_report(report, source, out)
     )
     if report.plan.folder.complete:
-        out.note(f"{output} is a model of its own: vLLM, SGLang and GPTQModel load it")
+        out.note(f"{output} is a model of its own in GPTQ form")
     else:
         out.note(f"{output} holds experts only and is no model of its own; it goes with {model_word(model)}")
     out.hint(
@@ -175,7 +176,7 @@ def _check_usage(method: str, dataset: tuple[Path, ...], max_tokens: int, chunk:
             raise BadUsage(f"{name} {value} leaves nothing to calibrate with", hint="give 1 or more")
 
 
-def _planned(plan_path: Path | None, source: SafetensorsSource) -> ExpertSet | None:
+def _planned(plan_path: Path | None, source: WeightSource) -> ExpertSet | None:
     if plan_path is None:
         return None
     from ktplan.placement import PlacementPlan
@@ -183,7 +184,7 @@ def _planned(plan_path: Path | None, source: SafetensorsSource) -> ExpertSet | N
     return PlacementPlan.load(plan_path).for_model(source.spec).gpu
 
 
-def _note_what_is_left_out(plan: GpuPlan, source: SafetensorsSource, out: Output) -> None:
+def _note_what_is_left_out(plan: GpuPlan, source: WeightSource, out: Output) -> None:
     if plan.group_size_why:
         out.note(plan.group_size_why)
     if plan.skipped_linears:
@@ -202,7 +203,7 @@ def _warnings(report: GpuReport) -> list[str]:
         ranges = "; ".join(f"layer {layer}: {ids}" for layer, ids in unreached.to_ranges().items())
         how = "rounded with the moments of their layer's other tokens"
         if report.plan.options.calibration.least_tokens > 0:
-            how = "rounded to nearest"
+            how = "rounded to nearest; more text would reach them"
         warnings.append(
             f"{len(unreached)} of {len(report.experts)} experts were never reached by the calibration text and were "
             f"{how} ({ranges})"
@@ -214,7 +215,7 @@ def _warnings(report: GpuReport) -> list[str]:
     return warnings
 
 
-def _show_plan(plan: GpuPlan, source: SafetensorsSource, out: Output) -> None:
+def _show_plan(plan: GpuPlan, source: WeightSource, out: Output) -> None:
     spec, folder = source.spec, plan.folder
     linears = sum(map(len, folder.linears.values()))
     more = f" and {linears} other layers" if linears else ""
@@ -237,7 +238,7 @@ def _show_plan(plan: GpuPlan, source: SafetensorsSource, out: Output) -> None:
     out.line(line)
 
 
-def _plan_body(plan: GpuPlan, source: SafetensorsSource) -> dict[str, Any]:
+def _plan_body(plan: GpuPlan, source: WeightSource) -> dict[str, Any]:
     return {
         **_common_body(plan, source),
         "disk_free_bytes": plan.disk_free,
@@ -248,7 +249,7 @@ def _plan_body(plan: GpuPlan, source: SafetensorsSource) -> dict[str, Any]:
     }
 
 
-def _common_body(plan: GpuPlan, source: SafetensorsSource) -> dict[str, Any]:
+def _common_body(plan: GpuPlan, source: WeightSource) -> dict[str, Any]:
     return {
         "model": source.spec.name,
         "fingerprint": source.spec.fingerprint,
@@ -267,7 +268,7 @@ def _common_body(plan: GpuPlan, source: SafetensorsSource) -> dict[str, Any]:
     }
 
 
-def _report_body(report: GpuReport, source: SafetensorsSource, corpus: Corpus | None) -> dict[str, Any]:
+def _report_body(report: GpuReport, source: WeightSource, corpus: Corpus | None) -> dict[str, Any]:
     from ktplan.convert.gpu import expert_result, outcome_result
 
     body = _common_body(report.plan, source)
@@ -286,7 +287,7 @@ def _report_body(report: GpuReport, source: SafetensorsSource, corpus: Corpus | 
     }
 
 
-def _show_report(report: GpuReport, source: SafetensorsSource, out: Output) -> None:
+def _show_report(report: GpuReport, source: WeightSource, out: Output) -> None:
     plan = report.plan
     calibrated = plan.options.method == "gptq"
     worst = sorted(report.experts, key=lambda row: -max(_kept_error(row.gate_up), _kept_error(row.down)))[

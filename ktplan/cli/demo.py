@@ -82,8 +82,9 @@ def demo_command(output: Path, tokens: int, out: Output) -> None:
         "--compare",
     )
     sample = walk.measure(
-        "run", "tiny", "--store", walk.file("INT8"), "--gpu-weights", walk.file("gpu-w4"), "--rules", walk.file("rules.yaml"),
-        "--prompt", "The President of the United States", "--max-new-tokens", "60", "--temperature", "0.7", "--seed", "1",
+        "run", "tiny", "--store", walk.file("INT8"), "--gpu-weights", walk.file("gpu-w4"),
+        "--rules", walk.file("rules.yaml"), "--prompt", "The President of the United States",
+        "--max-new-tokens", 60, "--temperature", 0.7, "--seed", 1,
     )  # fmt: skip
     seconds = time.monotonic() - started
     body = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ktplan.artifact import check_output_file
 from ktplan.cli.options import output_options
 from ktplan.cli.output import Output
 
@@ -51,7 +52,9 @@ def emit_command(plan_file: Path, target: str, output: Path | None, model: str |
     elif target == "sglang-kt":
         _emit_sglang(plan, spec, output or Path("sglang-kt"), out)
     else:
-        _emit_rules(plan, spec, target, output or Path("rules.yaml"), out)
+        rules_file = output or Path("rules.yaml")
+        check_output_file(rules_file, sources=(plan_file,))
+        _emit_rules(plan, spec, target, rules_file, out)
 
 
 def _emit_rules(plan: PlacementPlan, spec: ModelSpec | None, dialect: str, output: Path, out: Output) -> None:

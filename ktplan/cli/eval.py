@@ -11,6 +11,7 @@ import click
 from ktplan.cli.options import TokenCount, dataset_option, model_argument, output_options
 from ktplan.cli.output import Output
 from ktplan.cli.run import placement_options, read_rules
+from ktplan.errors import BadUsage
 from ktplan.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def eval_command(
     """
     from ktplan.profile import read_corpus
 
+    if max_tokens is not None and max_tokens < 1:
+        raise BadUsage(f"--max-tokens {max_tokens} is nothing to measure", hint="give 1 or more")
     corpus = read_corpus(dataset, text_field)
     if warning := corpus.warning():
         out.warn(warning)

@@ -73,7 +73,7 @@ def _quant_method(folder: Path) -> str | None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(config["quantization_config"]["quant_method"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # whatever is wrong with that file, reading it as a model will say so
 
 
@@ -93,7 +93,7 @@ def expert_formats(spec: ModelSpec) -> dict[str, int]:
                 hidden=spec.hidden,
                 intermediate=spec.moe_intermediate,
             )
-            sizes[f"int{bits}"] = shape.expert_bytes
+            sizes[f"int{bits}"] = shape.plain_bytes(bits)
     for name in GPU_FORMATS:
         if name not in sizes:
             with suppress(BadUsage):
@@ -170,14 +170,15 @@ def _store(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], N
             f"intermediate {manifest.intermediate}   {format_bytes(manifest.total_bytes)}"
         )
         places = ", ".join(f"{e.error:.4f} (layer {e.layer} expert {e.expert} {e.projection})" for e in worst)
-        out.line(f"relative weight error {manifest.mean_error:.4f} mean; worst {places}")
-        out.line(f"made from {manifest.fingerprint}")
+        if manifest.mean_error is not None:
+            out.line(f"relative weight error {manifest.mean_error:.4f} mean; worst {places}")
+        out.line(f"made from {manifest.fingerprint or 'a model that it does not name: kt-kernel wrote it'}")
 
     return "store", body, render
 
 
 def _gptq(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], None]]:
-    from ktplan.convert.gpu import GptqCheckpoint
+    from ktplan.convert.gptq_checkpoint import GptqCheckpoint
 
     checkpoint = GptqCheckpoint.open(path)
     body = checkpoint.to_dict()
@@ -211,7 +212,8 @@ def _profile(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[],
             f"activation profile of {profile.model}   {body['tokens']:,} tokens in {body['documents']:,} documents"
         )
         out.line(
-            f"{len(profile.layers)} MoE layers of {body['experts']} experts, {body['unused_experts']} of them never used"
+            f"{len(profile.layers)} MoE layers of {body['experts']} experts, "
+            f"{body['unused_experts']} of them never used"
         )
         out.line(f"made with {profile.fingerprint}")
 

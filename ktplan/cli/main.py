@@ -5,12 +5,19 @@ Command modules are imported when they are used, so that `ktplan --help` starts 
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
+import traceback
 from importlib import import_module
+from pathlib import Path
+from types import TracebackType
 
 import click
 
+from ktplan.artifact import os_trouble
+from ktplan.cli.options import ManyFiles
 from ktplan.errors import KtplanError
 from ktplan.version import __version__
 
@@ -19,6 +26,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("ktplan.cli.doctor", "What this machine can run, and why."),
     "inspect": ("ktplan.cli.inspect", "What a model, store or file is and how big its parts are."),
     "convert-cpu": ("ktplan.cli.convert_cpu", "Pack routed experts for the CPU: INT8 or INT4 tiles."),
+    "verify": ("ktplan.cli.verify", "Read a store again: is it whole, how far is it from its model?"),
+    "repartition": ("ktplan.cli.repartition", "Split a store for another number of NUMA nodes."),
     "convert-gpu": ("ktplan.cli.convert_gpu", "Quantize experts for the GPU: GPTQ W4A16 or W8A16."),
     "profile": ("ktplan.cli.profile", "Record which experts a text uses."),
     "place": ("ktplan.cli.place", "Choose which experts live on the GPU."),
@@ -26,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rules": ("ktplan.cli.rules", "Check injection rules against a model."),
     "run": ("ktplan.cli.run", "Generate text or chat."),
     "eval": ("ktplan.cli.eval", "Measure what quantization and placement cost."),
+    "demo-model": ("ktplan.cli.demo_model", "Build a real MoE model from a package's weights."),
     "demo": ("ktplan.cli.demo", "Walk the whole chain on the embedded model."),
 }
 
@@ -63,7 +73,17 @@ def root() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit: 0, or the code of the error (see ktplan.errors)."""
-    sys.exit(_run(arguments))
+    try:
+        _open_streams()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup's choice stays
+                signal.signal(number, signal.default_int_handler)
+        if not os.environ.get("KTPLAN_DEBUG"):
+            sys.excepthook = _tell_own_fault
+        code = _run(arguments)
+    except KeyboardInterrupt:  # outside of a command's own work
+        code = _tell("interrupted", None, 130)
+    sys.exit(code)
 
 
 def _run(arguments: list[str] | None) -> int:
@@ -71,24 +91,75 @@ def _run(arguments: list[str] | None) -> int:
     try:
         # Outside its standalone mode click returns the code of an Exit instead of raising it.
         code = root.main(args=arguments, prog_name="ktplan", standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except KtplanError as fault:
         if debug:
             raise
         return _tell(fault.message, fault.hint, fault.exit_code)
     except click.ClickException as fault:
-        fault.show()
-        return fault.exit_code
+        return _tell_usage(fault)
     except (click.Abort, KeyboardInterrupt):
         return _tell("interrupted", None, 130)
     except BrokenPipeError:
-        # The reader of a pipe left; the rest of the output has no one to go to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_stdout()
         return 1
-    except (OSError, MemoryError) as fault:
+    except OSError as fault:
         if debug:
             raise
-        return _tell(str(fault) or "out of memory", "KTPLAN_DEBUG=1 shows where it happened", 1)
+        if fault.filename is None:
+            _forget_stdout()  # where it was the answer that could not be written, it never will be
+        trouble = os_trouble(fault)
+        return _tell(trouble.message, trouble.hint, trouble.exit_code)
+    except MemoryError:
+        if debug:
+            raise
+        return _tell(
+            "the memory is not enough", "close other programs, or use a smaller part of the model", 3
+        )
+
+
+def _open_streams() -> None:
+    """Give closed standard streams somewhere to go, lest the next file that is opened takes their place.
+
+    Text that a stream cannot show, like a file's name in an unknown encoding, is written as escapes.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _forget_stdout() -> None:
+    """The reader of a pipe left, or the disk is full: the rest of the output has no one to go to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _tell_usage(fault: click.ClickException) -> int:
+    """click's complaints in our form: one line, and where the right words are listed."""
+    context = getattr(fault, "ctx", None)
+    if isinstance(fault, click.exceptions.NoArgsIsHelpError):
+        fault.show()
+        return fault.exit_code
+    hint = f"{context.command_path if context else 'ktplan'} --help"
+    if isinstance(fault, click.MissingParameter) and context is not None:
+        greedy = [option.opts[0] for option in context.command.params if isinstance(option, ManyFiles)]
+        if greedy and isinstance(fault.param, click.Argument):
+            hint = f"{greedy[0]} takes every word up to the next option: put {fault.param.human_readable_name} first"
+    return _tell(" ".join(fault.format_message().split()), hint, fault.exit_code)
+
+
+def _tell_own_fault(kind: type[BaseException], fault: BaseException, trace: TracebackType | None) -> None:
+    """What no one foresaw is a fault of ours: in one line, the traceback only for those who ask."""
+    where = traceback.extract_tb(trace)[-1:] if trace else []
+    place = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in where)
+    reason = " ".join(str(fault).split())[:300]
+    _tell(f"ktplan stumbled: {kind.__name__}{place}: {reason}", "report this; KTPLAN_DEBUG=1 shows more", 1)
 
 
 def _tell(message: str, hint: str | None, code: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,6 +65,11 @@ def model_argument(function: F) -> F:
     return click.argument("model", type=_ModelPath())(function)
 
 
+def optional_model_argument(function: F) -> F:
+    """MODEL where another option can name it: `model: Path | None`."""
+    return click.argument("model", type=_ModelPath(), required=False)(function)
+
+
 class ManyFiles(click.Option):
     """`--dataset A B C --other`: an option that takes all words up to the next option; may also be repeated."""
 
@@ -87,7 +92,7 @@ def dataset_option(*, required: bool = True) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def with_files(*args: Any, dataset: tuple[str, ...], **kwargs: Any) -> Any:
-            return function(*args, dataset=_files(dataset), **kwargs)
+            return function(*args, dataset=text_files("--dataset", dataset), **kwargs)
 
         return click.option(
             "--dataset",
@@ -102,7 +107,8 @@ def dataset_option(*, required: bool = True) -> Callable[[F], F]:
     return decorate
 
 
-def _files(names: tuple[str, ...]) -> tuple[Path, ...]:
+def text_files(option: str, names: Sequence[str]) -> tuple[Path, ...]:
+    """The files that an option names; `corpus:profile` and `corpus:test` are the embedded ones."""
     from ktplan.model.embedded import corpus_files
 
     files: list[Path] = []
@@ -112,8 +118,8 @@ def _files(names: tuple[str, ...]) -> tuple[Path, ...]:
         else:
             path = Path(name)
             if not path.is_file():
-                what = "is a folder" if path.is_dir() else "does not exist"
-                raise BadUsage(f"--dataset {name} {what}", hint="name text or jsonl files")
+                what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
+                raise BadUsage(f"{option} {name} {what}", hint="name text or jsonl files")
             files.append(path)
     return tuple(files)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktplan.artifact import check_output_file
 from ktplan.cli.options import ByteSize, TokenCount, model_argument, output_options
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
@@ -157,6 +158,7 @@ def place_command(
     if job.question is not None:
         tables.sweep_table(job, profile, strategy, card_memory, how, seed, out)
         return
+    check_output_file(output, sources=[path for path in (model, profile_file, test_file) if path])
     cards = card_memory
     if not cards and all(value is None for value in counted.values()):
         cards = job.cards()
@@ -169,9 +171,6 @@ def place_command(
             spec, profile, strategy=strategy, budget=budget, seed=seed, machine=job.machine,
             cpu_expert=job.cpu_expert, kt_compat=kt_compat,
         )  # fmt: skip
-    for source in filter(None, (profile_file, test_file)):
-        if output.exists() and output.samefile(source):
-            raise BadUsage(f"{output} is the profile itself", hint="name another file with -o")
     on_test = hit_rate(plan.gpu, test) if test else None
     plan.save(output)
     body = {

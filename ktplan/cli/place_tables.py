@@ -30,7 +30,7 @@ class Job:
     """Model, machine and question as the command line names them."""
 
     spec: ModelSpec
-    config: dict[str, Any]
+    config: dict[str, Any] | None  # None: a GGUF file, which has none
     anatomy: memory_lines.Anatomy
     machine: HardwareSpec | None
     question: Question | None
@@ -45,6 +45,8 @@ class Job:
         if len(questions) > 1 or len(machines) + (hardware is not None) > 1:
             raise BadUsage("several machines or several sweeps are named", hint="give one of each at most")
         machine = HardwareSpec.load(hardware) if hardware else describe(machines[0]) if machines else None
+        root = source.root if source.root.is_dir() else source.root.parent
+        config = root / "config.json"
         cpu_expert = None
         if store:
             from ktplan.store import ExpertStore
@@ -54,7 +56,7 @@ class Job:
             cpu_expert = opened.manifest.bytes_per_expert
         return cls(
             spec=source.spec,
-            config=read_json_object(source.root / "config.json"),
+            config=read_json_object(config) if config.is_file() else None,
             anatomy=memory_lines.anatomy(source),
             machine=machine,
             question=parse(questions[0]) if questions else None,
@@ -64,11 +66,14 @@ class Job:
     def needs(self, context: int | None, batch: int) -> Needs:
         """Cache, workspace and dense lines for so much context."""
         tokens = min(self.spec.context, DEFAULT_CONTEXT) if context is None else context
-        held = memory_lines.cache(self.config, self.spec.layers, max(0, tokens), max(1, batch))
+        kv_bytes, kind = self.spec.kv_bytes_per_token * max(0, tokens) * max(1, batch), ""
+        if self.config is not None:
+            held = memory_lines.cache(self.config, self.spec.layers, max(0, tokens), max(1, batch))
+            kv_bytes, kind = held.bytes, held.kind
         return Needs(
-            kv_bytes=held.bytes,
+            kv_bytes=kv_bytes,
             workspace=memory_lines.workspace(self.spec, max(1, batch)),
-            attention=held.kind,
+            attention=kind,
             dense_lines=tuple((line.what, line.bytes) for line in self.anatomy.lines),
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktplan.artifact import check_output_file
 from ktplan.cli import profile_files
 from ktplan.cli.options import ManyFiles, TokenCount, model_argument, model_word, output_options
 from ktplan.cli.output import Output
 from ktplan.cli.profile_files import named_files
 from ktplan.cli.verbs import WithVerbs
-from ktplan.errors import BadUsage, KtplanError
+from ktplan.errors import BadUsage
 from ktplan.units import format_percent
 
 if TYPE_CHECKING:
@@ -111,9 +111,7 @@ def profile_command(
     if plot and no_plot:
         raise BadUsage("--plot and --no-plot exclude each other", hint="leave one out")
     files = named_files(dataset)
-    picture = None if no_plot else plot or output.with_suffix(".png")
-    for path in filter(None, (output, picture)):
-        _check_place(path, tuple(files))
+    picture = _check_outputs(model, tuple(files), output, plot, no_plot)
     spec = read_spec(model)
     text = _text_of(model)
     corpus = read_corpus(
@@ -174,19 +172,22 @@ def _text_of(model: Path) -> Callable[[], Text]:
     return text
 
 
-def _check_place(path: Path, dataset: tuple[Path, ...]) -> None:
-    """Refuse an output that cannot be written before an hour of work, not after it."""
-    folder = path.parent
-    if path.is_dir():
-        raise BadUsage(f"{path} is a folder, a file is to be written", hint="name a file, e.g. with -o")
-    if not folder.is_dir():
+def _check_outputs(
+    model: Path, dataset: tuple[Path, ...], output: Path, plot: Path | None, no_plot: bool
+) -> Path | None:
+    """Refuse outputs that cannot be written before an hour of work, not after it; returns where the heat map goes."""
+    check_output_file(output, sources=(model, *dataset))
+    if no_plot:
+        return None
+    picture = plot or output.with_suffix(".png")
+    if picture.suffix.lower() != ".png":
+        raise BadUsage(f"the heat map {picture} is written as PNG", hint="name it .png with --plot")
+    if picture == output or (picture.exists() and output.exists() and picture.samefile(output)):
         raise BadUsage(
-            f"the folder {folder} does not exist", hint="make it first, or name another file with -o"
+            f"{output} cannot be both profile and heat map", hint="end the profile's name in .safetensors"
         )
-    if not os.access(folder, os.W_OK):
-        raise KtplanError(f"{folder} is not writable", hint="name another file with -o")
-    if path.exists() and any(path.samefile(text) for text in dataset):
-        raise BadUsage(f"{path} is one of the texts", hint="name another file with -o")
+    check_output_file(picture, sources=(model, *dataset))
+    return picture
 
 
 def _tell_corpus(corpus: Corpus, out: Output) -> None:

@@ -102,8 +102,9 @@ def run_command(
 ) -> None:
     """Generate text or chat.
 
-    Without --plan or --rules all experts are on the CPU, from --store; without --store they are computed
-    from the checkpoint, unquantized. The text goes to stdout as it comes, figures to stderr at the end.
+    Without --plan or --rules all experts are on the CPU, from --store, but for those that --gpu-weights
+    holds; without --store they are computed from the checkpoint, unquantized. The text goes to stdout as it
+    comes, figures to stderr at the end.
 
     \b
     Example:
@@ -157,10 +158,7 @@ def _check_asked(
 
 
 def _prompt(prompt: str | None) -> str:
-    try:
-        text = prompt if prompt is not None else sys.stdin.read()
-    except UnicodeDecodeError as fault:
-        raise BadUsage(f"stdin is not UTF-8 text: {fault.reason}", hint="convert it to UTF-8 first") from None
+    text = prompt if prompt is not None else _from_stdin(sys.stdin.read)
     if not text:
         raise BadUsage("the prompt is empty", hint="give a text with --prompt or on stdin")
     return text
@@ -181,13 +179,16 @@ def read_rules(model: Path, plan_file: Path | None, rules_file: Path | None) -> 
 
 
 def _engine(prepared: Prepared, threads: int | None, activation_bits: int, out: Output) -> Engine:
+    from ktplan import network
     from ktplan.runtime.engine import start
     from ktplan.runtime.loader import build
 
+    root = prepared.sources.model
+    tokenizer = network.tokenizer(root if root.is_dir() else root.parent)  # before the minutes of loading
     loaded = build(prepared, threads=threads, activation_bits=activation_bits, progress=out.progress())
     for note in loaded.notes[len(prepared.notes) :]:
         out.note(f"note: {note}")
-    return start(loaded)
+    return start(loaded, tokenizer)
 
 
 def _write(engine: Engine, text: str, sampling: Sampling, limit: int, out: Output) -> None:
@@ -222,8 +223,15 @@ def _chat(engine: Engine, system: str | None, sampling: Sampling, limit: int, ou
 def _read_line() -> str | None:
     if sys.stdin.isatty():
         click.echo("> ", nl=False, err=True)
-    line = sys.stdin.readline()
+    line = _from_stdin(sys.stdin.readline)
     return line if line else None
+
+
+def _from_stdin(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as fault:
+        raise BadUsage(f"stdin is not UTF-8 text: {fault.reason}", hint="convert it to UTF-8 first") from None
 
 
 def figures(stats: RunStats, load_seconds: float) -> str:

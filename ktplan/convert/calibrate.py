@@ -139,9 +139,10 @@ class LayerByLayer:
     ) -> None:
         self._source, self._device = source, torch.device(device)
         self._model = network.skeleton(model_path, torch.float32)
-        self._base: Any = self._model.base_model
-        self._prefix = next(name for name, module in self._model.named_modules() if module is self._base)
         self._experts = network.experts_modules(self._model)
+        # The stack of layers that holds the experts, in whatever it is nested: "model", "model.language_model" ...
+        self._prefix = next(iter(self._experts.values()))[0].split(".layers.")[0]
+        self._base: Any = self._model.get_submodule(self._prefix)
         self._batches = _batches(text)
         self.held_out = _held_out_rows(text, self._batches)
         rows, width = text.tokens, source.spec.hidden

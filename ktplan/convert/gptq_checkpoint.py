@@ -21,7 +21,7 @@ from ktplan.model.source import PROJECTIONS
 from ktplan.quant.gptq_format import SUFFIXES, GptqSettings, dequantize, read_settings
 
 _EXPERT = re.compile(
-    r"(?:.*\.)?layers\.(\d+)\.[^.]+\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(qweight|qzeros|scales|g_idx)"
+    r"(?:.*\.)?layers\.(\d+)\.(?:.+\.)?(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(qweight|qzeros|scales|g_idx)"
 )
 _PROJECTION = {
     "gate_proj": "gate",

@@ -22,7 +22,7 @@ from ktplan.artifact import read_json_object, write_json, write_whole
 from ktplan.convert.tensor_file import Entry, TensorFile, WrittenFile, file_bytes
 from ktplan.errors import BadInput
 from ktplan.experts import ExpertSet
-from ktplan.model import SafetensorsSource
+from ktplan.model import WeightSource
 from ktplan.model.families import family_of
 from ktplan.model.source import PROJECTIONS
 from ktplan.quant.gptq_format import F16, I32, GptqScheme, PackedLinear
@@ -34,6 +34,7 @@ RECORD_FILE = "gpu-experts.json"
 INDEX_FILE = "model.safetensors.index.json"
 
 _DENSE_SHARD_BYTES = 4 << 30
+_MATRIX = re.compile(r"\.(weight|weight_packed|qweight)$")  # what follows a layer's name
 _PIECE = 16 << 20
 # Everything that belongs to a model beside weights and config.json; code never does.
 _COPIED = (
@@ -71,34 +72,37 @@ class Linear:
         ]
 
 
-def expert_linears(source: SafetensorsSource, layer: int, expert: int) -> dict[str, Linear]:
-    """Projection to the layer to write: always one tensor an expert, under the family's published names."""
+def expert_linears(source: WeightSource, layer: int, expert: int) -> dict[str, Linear]:
+    """Projection to the layer to write: always one tensor an expert.
+
+    Names are the checkpoint's own where it stores one matrix an expert, else those that its family publishes.
+    """
     spec = source.spec
-    family = family_of(spec.model_type)
-    assert family is not None, spec.model_type  # the source was opened by it
+    family = family_of(spec.family)
+    assert family is not None, spec.family  # the source was opened by it
+    names = source.expert_names(layer, expert)
+    if spec.fused or names["gate"] == names["up"]:
+        names = {role: name.format(layer=layer, expert=expert) for role, name in family.names.items()}
     hidden, inner = spec.hidden, spec.moe_intermediate
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     return {
-        projection: Linear(
-            family.names[projection].format(layer=layer, expert=expert).removesuffix(".weight"),
-            *shapes[projection],
-        )
+        projection: Linear(_MATRIX.sub("", names[projection]), *shapes[projection])
         for projection in PROJECTIONS
     }
 
 
-def written_name(source: SafetensorsSource, name: str) -> str:
+def written_name(source: WeightSource, name: str) -> str:
     """The name under which a dense tensor is written.
 
     Where a fused checkpoint calls the block that holds the experts by another name than the published per-expert one
     (Mixtral: mlp, block_sparse_moe), the router follows its experts.
     """
-    family = family_of(source.spec.model_type)
-    assert family is not None, source.spec.model_type
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    if not found or not source.spec.fused:
+    family = family_of(source.spec.family)
+    assert family is not None, source.spec.family
+    found = re.match(r".*?layers\.(\d+)\.", name)
+    layer = int(found.group(1)) if found else -1
+    if not source.spec.fused or layer not in source.spec.moe_layers:
         return name
-    layer = int(found.group(1))
     fused = family.experts_module.format(layer=layer).removesuffix("experts")
     published = family.names["gate"].format(layer=layer, expert=0).split("experts.")[0]
     return published + name.removeprefix(fused) if name.startswith(fused) else name
@@ -140,7 +144,7 @@ class FolderPlan:
 
 
 def plan_folder(
-    source: SafetensorsSource,
+    source: WeightSource,
     scheme: GptqScheme,
     experts: ExpertSet,
     linears: Mapping[int, tuple[Linear, ...]],
@@ -173,9 +177,7 @@ def plan_folder(
     )
 
 
-def _dense_groups(
-    source: SafetensorsSource, linears: Mapping[int, tuple[Linear, ...]]
-) -> list[tuple[str, ...]]:
+def _dense_groups(source: WeightSource, linears: Mapping[int, tuple[Linear, ...]]) -> list[tuple[str, ...]]:
     replaced = {f"{linear.name}.weight" for own in linears.values() for linear in own}
     groups: list[tuple[str, ...]] = []
     group: list[str] = []
@@ -211,7 +213,7 @@ class FolderWriter:
                     file.put(entry.name, [tensor.tobytes()])
             self._files.append(file.finish(shard.name))
 
-    def copy_dense(self, source: SafetensorsSource) -> Iterator[int]:
+    def copy_dense(self, source: WeightSource) -> Iterator[int]:
         """Copy all other tensors byte for byte; yields the bytes of every piece copied."""
         for shard in self._plan.shards:
             if shard.layer is not None:
@@ -222,9 +224,7 @@ class FolderWriter:
                     yield entry.bytes
                 self._files.append(file.finish(shard.name))
 
-    def publish(
-        self, source: SafetensorsSource, settings: Mapping[str, Any], record: Mapping[str, Any]
-    ) -> None:
+    def publish(self, source: WeightSource, settings: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Give the files their names and add everything else that the folder needs."""
         for shard in self._plan.shards:
             os.replace(self._part(shard), self._folder / shard.name)
@@ -258,20 +258,35 @@ def _companions(root: Path) -> list[Path]:
     return sorted(file for file in found if file.suffix not in (".py", ".safetensors"))
 
 
-def pieces(source: SafetensorsSource, name: str) -> Iterator[bytes]:
+def pieces(source: WeightSource, name: str) -> Iterator[bytes]:
     """The stored bytes of a dense tensor, a few at a time."""
     info = source.info(name)
     left = info.bytes
-    with info.file.open("rb") as file:
+    try:
+        file = info.file.open("rb")
         file.seek(info.start)
+    except OSError as fault:
+        raise unreadable(info.file, fault) from fault
+    with file:
         while left:
-            piece = file.read(min(left, _PIECE))
+            try:
+                piece = file.read(min(left, _PIECE))
+            except OSError as fault:
+                raise unreadable(info.file, fault) from fault
             if not piece:
                 raise BadInput(
                     f"{info.file} became shorter while it was read ({name})", hint="check the disk"
                 )
             yield piece
             left -= len(piece)
+
+
+def unreadable(file: Path, fault: OSError) -> BadInput:
+    """What to tell when a file of the source, not of the output, fails."""
+    return BadInput(
+        f"{file} cannot be read: {fault.strerror or fault}",
+        hint="check the disk and the permissions of the model's files",
+    )
 
 
 def _arrays(packed: PackedLinear) -> tuple[I32 | F16, ...]:
@@ -284,7 +299,7 @@ def _write_plain(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def quantization_config(
-    source: SafetensorsSource, plan: FolderPlan, *, method: str, damp: float, details: Mapping[str, Any]
+    source: WeightSource, plan: FolderPlan, *, method: str, damp: float, details: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What config.json and quantize_config.json say, in the words that GPTQModel, vLLM and SGLang read."""
     return {
@@ -304,7 +319,7 @@ def quantization_config(
     }
 
 
-def unquantized(source: SafetensorsSource, plan: FolderPlan) -> list[str]:
+def unquantized(source: WeightSource, plan: FolderPlan) -> list[str]:
     """Names, as written and without `.weight`, of the matrices in layers (and the head) that keep their weights."""
     replaced = {linear.name for own in plan.linears.values() for linear in own}
     names = []
@@ -316,7 +331,7 @@ def unquantized(source: SafetensorsSource, plan: FolderPlan) -> list[str]:
     return names
 
 
-def exclusions(source: SafetensorsSource, plan: FolderPlan) -> list[str]:
+def exclusions(source: WeightSource, plan: FolderPlan) -> list[str]:
     """`dynamic` keys "-:REGEX" that exclude every unquantized module, alone or merged with others, and no other.
 
     Without them engines look for qweight where there is a plain weight: at the router first of all.
@@ -327,7 +342,8 @@ def exclusions(source: SafetensorsSource, plan: FolderPlan) -> list[str]:
     for name in unquantized(source, plan):
         found = re.fullmatch(r"(.*layers)\.(\d+)\.(.+)", name)
         if not found:
-            patterns.add(f"-:.*{re.escape(name)}$")
+            # A head, or towers beside the language model: one pattern for all their numbered blocks.
+            patterns.add("-:.*" + re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) + "$")
             continue
         for leaf in _with_merged(found.group(3)):
             kept.setdefault((found.group(1), leaf), set()).add(int(found.group(2)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +33,18 @@ from ktplan.convert.expert_rounding import (
     stacked,
 )
 from ktplan.convert.gptq_checkpoint import GptqCheckpoint
-from ktplan.convert.gptq_folder import FolderWriter, Linear, expert_linears, pieces, quantization_config
+from ktplan.convert.gptq_folder import (
+    FolderWriter,
+    Linear,
+    expert_linears,
+    pieces,
+    quantization_config,
+    unreadable,
+)
 from ktplan.convert.gpu_plan import GpuOptions, GpuPlan, plan_gpu
-from ktplan.errors import BadInput, BadUsage
+from ktplan.errors import BadInput, BadUsage, DoesNotFit
 from ktplan.experts import ExpertId, ExpertSet
-from ktplan.model import ExpertWeights, SafetensorsSource
+from ktplan.model import ExpertWeights, WeightSource
 from ktplan.model.safetensors import widen
 from ktplan.model.source import PROJECTIONS
 from ktplan.profile import Corpus
@@ -102,7 +110,7 @@ class GpuReport:
 
 
 def convert_gpu(
-    source: SafetensorsSource,
+    source: WeightSource,
     out: Path,
     options: GpuOptions,
     *,
@@ -122,7 +130,7 @@ def convert_gpu(
             "GPTQ needs calibration text",
             hint="give --dataset FILE... or --dataset corpus:profile, or --method rtn",
         )
-    with new_directory(out) as folder:
+    with new_directory(out) as folder, _memory_explained(plan):
         work = _Work(source, plan, FolderWriter(folder, plan.folder))
         text: Text | None = None
         if options.method == "gptq" and corpus is not None:
@@ -148,10 +156,20 @@ def convert_gpu(
     return report
 
 
+@contextmanager
+def _memory_explained(plan: GpuPlan) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as fault:
+        raise DoesNotFit(
+            f"the memory of {plan.device} ran out", hint="use --device cpu, or free memory on that device"
+        ) from fault
+
+
 class _Work:
     """A conversion under way: reads, rounds, writes, and remembers what it did."""
 
-    def __init__(self, source: SafetensorsSource, plan: GpuPlan, writer: FolderWriter) -> None:
+    def __init__(self, source: WeightSource, plan: GpuPlan, writer: FolderWriter) -> None:
         self._source, self._plan, self.writer = source, plan, writer
         self._device = torch.device(plan.device)
         self._scheme = plan.folder.scheme
@@ -269,8 +287,11 @@ class _Work:
         self.experts.append(ExpertRow(layer, expert, result.tokens, *outcomes))
 
     def _read(self, layer: int, expert: int) -> ExpertWeights:
-        weights = self._source.expert(layer, expert)
         names = self._source.expert_names(layer, expert)
+        try:
+            weights = self._source.expert(layer, expert)
+        except OSError as fault:
+            raise unreadable(self._source.file_of(names["down"]), fault) from fault
         for projection, matrix in zip(PROJECTIONS, weights, strict=True):
             _refuse_unusable(
                 self._source, names[projection], f"layer {layer}, expert {expert}, {projection}", matrix
@@ -285,7 +306,7 @@ def _packed(rounded: Rounded) -> PackedLinear:
     return pack_linear(rounded.codes.cpu().numpy(), stored.cpu().numpy(), rounded.scheme)
 
 
-def _refuse_unusable(source: SafetensorsSource, name: str, where: str, matrix: np.ndarray[Any, Any]) -> None:
+def _refuse_unusable(source: WeightSource, name: str, where: str, matrix: np.ndarray[Any, Any]) -> None:
     bad = ~np.isfinite(matrix)
     if bad.any():
         row, column = np.argwhere(bad)[0]
@@ -302,7 +323,7 @@ def _refuse_unusable(source: SafetensorsSource, name: str, where: str, matrix: n
         )
 
 
-def _dense_weight(source: SafetensorsSource, linear: Linear) -> Tensor:
+def _dense_weight(source: WeightSource, linear: Linear) -> Tensor:
     name = f"{linear.name}.weight"
     info = source.info(name)
     if info.dtype not in ("BF16", "F16", "F32"):
@@ -321,7 +342,7 @@ def _activation(name: str) -> Activation:
     return found
 
 
-def _copy(source: SafetensorsSource, writer: FolderWriter, plan: GpuPlan, progress: Progress) -> None:
+def _copy(source: WeightSource, writer: FolderWriter, plan: GpuPlan, progress: Progress) -> None:
     total = sum(entry.bytes for shard in plan.folder.shards if shard.layer is None for entry in shard.entries)
     with progress.task("copying the rest", total, "B") as task:
         for copied in writer.copy_dense(source):
@@ -331,7 +352,7 @@ def _copy(source: SafetensorsSource, writer: FolderWriter, plan: GpuPlan, progre
 # What the folder says of itself.
 
 
-def _settings(source: SafetensorsSource, plan: GpuPlan) -> dict[str, Any]:
+def _settings(source: WeightSource, plan: GpuPlan) -> dict[str, Any]:
     calibration = plan.options.calibration
     details = {
         "static_activation_order": True,
@@ -343,7 +364,7 @@ def _settings(source: SafetensorsSource, plan: GpuPlan) -> dict[str, Any]:
     )
 
 
-def _record(source: SafetensorsSource, report: GpuReport, corpus: Corpus | None) -> dict[str, Any]:
+def _record(source: WeightSource, report: GpuReport, corpus: Corpus | None) -> dict[str, Any]:
     plan, spec = report.plan, source.spec
     calibration = plan.options.calibration
     return {

@@ -21,15 +21,18 @@ from ktplan import network
 from ktplan.convert.expert_rounding import Calibration, Method
 from ktplan.convert.gptq_folder import FolderPlan, Linear, companions_bytes, plan_folder, unquantized
 from ktplan.convert.job import existing
-from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError
+from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError, MachineLacks
 from ktplan.experts import ExpertId, ExpertSet
-from ktplan.model import SafetensorsSource
+from ktplan.model import WeightSource
 from ktplan.quant.gptq import Effort
 from ktplan.quant.gptq_format import GROUP_SIZES, GptqScheme
 from ktplan.units import format_bytes
 
 # What activations may take in memory before they are kept as bfloat16, and then in a file.
 _BUFFER_BYTES = 2 << 30
+# How quantized dense weights show: by type, or by the name of their words where the type says nothing.
+_QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8"})
+_QUANTIZED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", "_scale_inv")
 _RECORD_BYTES = 2048  # of gpu-experts.json and the index, for each expert: a generous allowance
 
 
@@ -74,7 +77,7 @@ class Buffers(NamedTuple):
 
 
 def plan_gpu(
-    source: SafetensorsSource, out: Path, options: GpuOptions, experts: ExpertSet | None = None
+    source: WeightSource, out: Path, options: GpuOptions, experts: ExpertSet | None = None
 ) -> GpuPlan:
     """Check all that can be checked beforehand and say what the conversion will take; writes nothing.
 
@@ -83,6 +86,8 @@ def plan_gpu(
     no group fits; DoesNotFit for a disk that is too small.
     """
     spec = source.spec
+    spec.check_plain_experts()
+    _check_source(source, options, complete=experts is None)
     if experts is not None and options.include:
         raise BadUsage(
             "--include quantizes dense layers, a folder for a plan holds nothing but its experts",
@@ -118,15 +123,33 @@ def plan_gpu(
         disk_free=shutil.disk_usage(existing(out)).free,
         buffers=buffers,
         peak_memory=_peak_memory(source, options, buffers),
-        device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=_device(options),
     )
+
+
+def _check_source(source: WeightSource, options: GpuOptions, *, complete: bool) -> None:
+    """Config and dense weights must be such that the network can be built, or the folder completed, from them."""
+    if not (source.root / "config.json").is_file():
+        raise BadInput(
+            f"{source.root} has no config.json: the GPTQ folder needs the model's own",
+            hint="give the safetensors folder of the model",
+        )
+    if not complete and options.method == "rtn":
+        return  # experts alone, and no forward pass
+    for name in source.dense_names():
+        if source.info(name).dtype in _QUANTIZED or name.endswith(_QUANTIZED_SUFFIXES):
+            raise BadInput(
+                f"{source.file_of(name)}: {name} is stored as {source.info(name).dtype}: the model's dense weights are "
+                "quantized, and a GPTQ folder cannot keep them so",
+                hint="give the bfloat16 version of the model, or convert the experts of a plan with --method rtn",
+            )
 
 
 # What is to be quantized, and in which groups.
 
 
 def _included(
-    source: SafetensorsSource, options: GpuOptions
+    source: WeightSource, options: GpuOptions
 ) -> tuple[dict[int, tuple[Linear, ...]], dict[str, str]]:
     """The linear layers that `include` names, by decoder layer; and those that it names in vain."""
     if not options.include:
@@ -171,7 +194,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def _scheme(
-    source: SafetensorsSource, options: GpuOptions, linears: Mapping[int, Sequence[Linear]]
+    source: WeightSource, options: GpuOptions, linears: Mapping[int, Sequence[Linear]]
 ) -> tuple[GptqScheme, str | None]:
     """The largest group size up to the one asked for that divides the inputs of every layer: a file has only one."""
     spec = source.spec
@@ -218,7 +241,22 @@ def _storable(
 # What it takes.
 
 
-def _buffers(source: SafetensorsSource, options: GpuOptions) -> Buffers:
+def _device(options: GpuOptions) -> str:
+    if options.device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        raise BadUsage(f"--device '{options.device}' is no device", hint="e.g. cpu, cuda or cuda:1") from None
+    there = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type != "cpu" and (device.index or 0) >= there:
+        raise MachineLacks(
+            f"--device {options.device} is not there: {there} CUDA devices", hint="use --device cpu"
+        )
+    return options.device
+
+
+def _buffers(source: WeightSource, options: GpuOptions) -> Buffers:
     if options.method == "rtn":
         return Buffers("float32", 0, False)
     # Three buffers of one row a token, see LayerByLayer; the prefix of special tokens is small change.
@@ -228,7 +266,7 @@ def _buffers(source: SafetensorsSource, options: GpuOptions) -> Buffers:
     return Buffers("bfloat16", 2 * values, 2 * values > options.buffer_bytes)
 
 
-def _peak_memory(source: SafetensorsSource, options: GpuOptions, buffers: Buffers) -> int:
+def _peak_memory(source: WeightSource, options: GpuOptions, buffers: Buffers) -> int:
     """What the process has now and will add. Working copies were counted in the code and checked by measuring."""
     spec = source.spec
     hidden, inner = spec.hidden, spec.moe_intermediate

@@ -94,16 +94,18 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         raise BadInput(f"{path}: its header is not JSON; the file is damaged", hint=_AGAIN) from None
     if not isinstance(entries, dict):
         raise BadInput(f"{path}: its header is not a JSON object; the file is damaged", hint=_AGAIN)
+    if not isinstance(entries.get("__metadata__", {}), dict | None):
+        raise BadInput(f"{path}: the metadata in its header is no JSON object", hint=_AGAIN)
     return entries
 
 
 def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        plausible = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
+        plausible = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
     except (TypeError, KeyError, ValueError):
         plausible = False
-    if not plausible:
+    if not plausible or not isinstance(dtype, str):
         raise BadInput(f"{path}: the header entry of {name} is damaged", hint=_AGAIN)
     item = ITEM_BYTES.get(dtype)
     if item is not None and prod(shape) * item != end - begin:
@@ -121,6 +123,8 @@ def _check_places(path: Path, tensors: dict[str, TensorInfo], size: int, data: i
         if info.start != end:
             raise BadInput(f"{path}: {info.name} overlaps its neighbour or leaves a hole", hint=_AGAIN)
         end = info.start + info.bytes
+    if end < size:
+        raise BadInput(f"{path} is damaged: it has {size:,} bytes, its header describes {end:,}", hint=_AGAIN)
     if end > size:
         first = next(t for t in tensors.values() if t.start + t.bytes > size)
         raise BadInput(

@@ -19,13 +19,22 @@ def locate(argument: str) -> Path:
     """
     if argument == "tiny":
         return TINY
-    path = Path(argument).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(argument).expanduser()
+    except RuntimeError:  # ~name of a user whom this machine does not know
+        path = Path(argument)
+    try:
+        if argument and path.exists():
+            return path
+    except OSError as fault:
+        raise BadInput(
+            f"the model {argument} cannot be looked at: {fault.strerror}",
+            hint="check the path and its permissions",
+        ) from None
     if _HUB_ID.fullmatch(argument) and not argument.startswith("."):
         return _in_hub_cache(argument)
     raise BadInput(
-        f"no model at {argument}",
+        f"no model at {argument or 'an empty name'}",
         hint="give a folder with config.json, an id in the Hugging Face cache, or 'tiny'",
     )
 

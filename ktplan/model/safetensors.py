@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
@@ -15,48 +14,30 @@ import numpy as np
 
 from ktplan.artifact import read_json_object
 from ktplan.errors import BadInput
-from ktplan.model.families import FAMILIES, Family, family_of, integer
-from ktplan.model.header import TensorInfo, read_header, refuse_lfs_pointer
-from ktplan.model.source import PROJECTIONS, Array, ExpertWeights
+from ktplan.model import families
+from ktplan.model.encodings import METHODS, NUMPY, OTHER_VERSION, Hints, Piece, decode, floats
+from ktplan.model.families import Family, family_in, text_config
+from ktplan.model.header import ITEM_BYTES, TensorInfo, refuse_lfs_pointer
+from ktplan.model.layout import Experts, Sizes, expert_like
+from ktplan.model.shards import find_tensors
+from ktplan.model.source import Array, ExpertWeights, Place
 from ktplan.model.spec import ModelSpec
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _SAMPLE_BYTES = 64  # of each dense tensor, into the fingerprint
-
-
-def read_spec(path: Path) -> ModelSpec:
-    """Describe the model at `path` from its headers alone. Raises BadInput as `open_source` does."""
-    return open_source(path).spec
-
-
-def open_source(path: Path) -> SafetensorsSource:
-    """Open a folder with config.json and safetensors, or one .safetensors file with config.json beside it.
-
-    Everything is checked before this returns: files present and whole, every expert there with its right shape,
-    config and names in agreement. Raises BadInput naming the file, tensor and value otherwise.
-    """
-    root = path if path.is_dir() else path.parent
-    config = _read_config(root, path)
-    family = _family(config, root)
-    tensors = _tensors(path, root)
-    return SafetensorsSource(root, config, family, tensors)
+_MAIN = ("weight", "qweight", "packed")  # the part that names a matrix
 
 
 class SafetensorsSource:
-    """A WeightSource over safetensors shards, one tensor an expert or fused."""
+    """A WeightSource over safetensors shards, one tensor an expert or fused, in any encoding of `encodings`."""
 
     def __init__(
         self, root: Path, config: Mapping[str, Any], family: Family, tensors: Mapping[str, TensorInfo]
     ) -> None:
         self._root, self._config, self._family, self._tensors = root, config, family, tensors
-        self._layers = integer(config, "num_hidden_layers")
-        self._moe_layers = family.moe_layers(config)
-        self._experts = integer(config, *family.expert_keys)
-        self._hidden = integer(config, "hidden_size")
-        self._intermediate = integer(config, *family.intermediate_keys)
-        self._expert_tensors = self._inventory()
+        self._text = text_config(config)
+        self._hints = _hints(config, root)
+        self._sizes = _sizes(self._text, root)
+        self._experts = Experts(family, self._sizes, self._hints, tensors, str(root))
 
     @property
     def root(self) -> Path:
@@ -65,55 +46,93 @@ class SafetensorsSource:
     @cached_property
     def spec(self) -> ModelSpec:
         dense = [self._tensors[name] for name in self.dense_names()]
-        experts = [self._tensors[name] for name in self._expert_tensors]
-        config = self._config
+        experts = [self._tensors[name] for name in self._experts.names]
+        text, sizes = self._text, self._sizes
         return ModelSpec(
-            name=_display_name(self._root),
+            name=display_name(self._root),
             family=self._family.name,
-            model_type=config["model_type"],
-            layers=self._layers,
-            moe_layers=self._moe_layers,
-            experts=self._experts,
-            top_k=integer(config, "num_experts_per_tok"),
-            shared_experts=self._family.shared_experts(config),
-            hidden=self._hidden,
-            moe_intermediate=self._intermediate,
-            vocab=integer(config, "vocab_size"),
-            context=integer(config, "max_position_embeddings"),
-            activation=str(config.get("hidden_act", "silu")),
-            dtype=_DTYPES[experts[0].dtype],
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            fused=self._fused,
-            dense_params=sum(prod(tensor.shape) for tensor in dense),
-            expert_params=sum(prod(tensor.shape) for tensor in experts),
+            model_type=str(self._config["model_type"]),
+            layers=sizes.layers,
+            moe_layers=sizes.moe_layers,
+            experts=sizes.experts,
+            top_k=families.top_k(text),
+            shared_experts=families.shared_experts(text),
+            hidden=sizes.hidden,
+            moe_intermediate=sizes.intermediate,
+            vocab=families.integer({**self._config, **text}, "vocab_size"),
+            context=families.context(text),
+            activation=self._family.activation(text),
+            dtype=" + ".join(sorted(self._experts.encodings)),
+            tied_embeddings=bool(
+                self._config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+            ),
+            fused=self._experts.stacked,
+            dense_params=sum(_elements(tensor) for tensor in dense),
+            expert_params=self._expert_params(),
             dense_bytes=sum(tensor.bytes for tensor in dense),
             expert_bytes=sum(tensor.bytes for tensor in experts),
-            kv_bytes_per_token=self._family.kv_bytes(config),
+            kv_bytes_per_token=families.kv_bytes(text),
             experts_module=self._family.experts_module,
+            expert_bias=self._experts.has_bias,
             fingerprint=self._fingerprint(dense, experts),
         )
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        names = self.expert_names(layer, expert)
-        if not self._fused:
-            return ExpertWeights(
-                *(self._read(self._tensors[names[projection]]) for projection in PROJECTIONS)
-            )
-        gate_up = self._read(self._tensors[names["gate"]], expert)
-        down = self._read(self._tensors[names["down"]], expert)
-        return ExpertWeights(gate_up[: self._intermediate], gate_up[self._intermediate :], down)
+        roles = self._experts.roles(layer, expert)
+        matrices = {role: self._matrix(layer, expert, role) for role in roles}
+        biases = {
+            role: self._bias(parts["bias"], layer, expert) for role, parts in roles.items() if "bias" in parts
+        }
+        interleaved = self._experts.interleaved(layer)
+        for found in (matrices, biases):
+            if (both := found.pop("gate_up", None)) is not None:
+                half = len(both) // 2
+                found["gate"] = np.ascontiguousarray(both[::2]) if interleaved else both[:half]
+                found["up"] = np.ascontiguousarray(both[1::2]) if interleaved else both[half:]
+        gate = matrices.get("gate", np.empty((0, self._sizes.hidden), np.float32))
+        return ExpertWeights(
+            gate, matrices["up"], matrices["down"], biases.get("gate"), biases.get("up"), biases.get("down")
+        )
+
+    def expert_places(self, layer: int, expert: int) -> tuple[Place, Place, Place] | None:
+        """Where gate, up and down lie as plain rows: gate and up of a fused tensor are its first and second half."""
+        places: dict[str, Place] = {}
+        for role, parts in self._experts.roles(layer, expert).items():
+            matrix = self._experts.matrix(layer, expert, role)
+            info = matrix.parts.get("weight")
+            plain = info is not None and set(parts) == {"weight"} and not matrix.transposed
+            if info is None or not plain or info.dtype not in ("BF16", "F16", "F32"):
+                return None
+            start = info.start + (expert * (info.bytes // info.shape[0]) if matrix.stacked else 0)
+            place = Place(info.file, start, info.dtype, matrix.rows, matrix.columns)
+            if role != "gate_up":
+                places[role] = place
+                continue
+            if self._experts.interleaved(layer):
+                return None
+            half = matrix.rows // 2
+            places["gate"] = place._replace(rows=half)
+            size = half * matrix.columns * ITEM_BYTES[info.dtype]
+            places["up"] = place._replace(rows=half, start=start + size)
+        return (places["gate"], places["up"], places["down"]) if "gate" in places else None
 
     def expert_names(self, layer: int, expert: int) -> dict[str, str]:
-        names = self._family.fused_names if self._fused else self._family.names
-        return {projection: name.format(layer=layer, expert=expert) for projection, name in names.items()}
+        names: dict[str, str] = {}
+        for role, parts in self._experts.roles(layer, expert).items():
+            name = next(parts[part].name for part in _MAIN if part in parts)
+            names |= dict.fromkeys(("gate", "up"), name) if role == "gate_up" else {role: name}
+        return names
 
     def dense_names(self) -> list[str]:
-        routed = set(self._expert_tensors)
-        return sorted(name for name in self._tensors if name not in routed and not self._beyond(name))
+        return sorted(
+            name
+            for name in self._tensors
+            if name not in self._experts.names and not self._experts.beyond(name)
+        )
 
     def beyond_names(self) -> list[str]:
         """Tensors of layers that the config does not count: multi-token prediction; left out everywhere."""
-        return sorted(filter(self._beyond, self._tensors))
+        return sorted(filter(self._experts.beyond, self._tensors))
 
     def file_of(self, name: str) -> Path:
         return self._tensors[name].file
@@ -122,100 +141,95 @@ class SafetensorsSource:
         """Dtype, shape and place of a tensor."""
         return self._tensors[name]
 
-    @cached_property
-    def _fused(self) -> bool:
-        down = self._family.fused_names["down"]
-        return any(down.format(layer=layer) in self._tensors for layer in self._moe_layers)
+    def _expert_params(self) -> int:
+        sizes = self._sizes
+        matrices = 3 if self._family.gated else 2
+        biases = (2 * sizes.intermediate + sizes.hidden) if self._experts.has_bias else 0
+        one = matrices * sizes.hidden * sizes.intermediate + biases
+        return len(sizes.moe_layers) * sizes.experts * one
 
-    def _beyond(self, name: str) -> bool:
-        found = re.match(r"model\.layers\.(\d+)\.", name)
-        return found is not None and int(found.group(1)) >= self._layers
+    def _matrix(self, layer: int, expert: int, role: str) -> Array:
+        matrix = self._experts.matrix(layer, expert, role)
+        index = expert if matrix.stacked else None
+        pieces = {name: read_piece(info, index) for name, info in matrix.parts.items()}
+        with np.errstate(
+            all="ignore"
+        ):  # whoever uses the weights has to look for numbers that are not finite
+            found = decode(matrix.encoding, pieces, matrix.rows, matrix.columns, self._hints)
+        return np.ascontiguousarray(found.T) if matrix.transposed else found
 
-    def _inventory(self) -> list[str]:
-        """The names of all routed expert tensors, each checked; config and names must agree on what is MoE."""
-        if not self._moe_layers or not self._experts:
-            raise _dense_model(self._root)
-        hidden, inner, count = self._hidden, self._intermediate, self._experts
-        inner_by_hidden: tuple[int, ...] = (count, 2 * inner, hidden) if self._fused else (inner, hidden)
-        hidden_by_inner: tuple[int, ...] = (count, hidden, inner) if self._fused else (hidden, inner)
-        shapes = {"gate": inner_by_hidden, "up": inner_by_hidden, "down": hidden_by_inner}
-        names: dict[str, None] = {}
-        for layer in self._moe_layers:
-            for expert in range(1 if self._fused else count):
-                for projection, name in self.expert_names(layer, expert).items():
-                    self._check(name, shapes[projection], layer, expert, projection)
-                    names[name] = None
-        self._refuse_uncounted(names)
-        return list(names)
-
-    def _check(self, name: str, shape: tuple[int, ...], layer: int, expert: int, projection: str) -> None:
-        info = self._tensors.get(name)
-        if info is None:
-            raise BadInput(
-                f"{self._root}: {name} is missing (layer {layer}, expert {expert}, {projection} projection)",
-                hint="the download is incomplete, or config.json belongs to another model",
-            )
-        if info.shape != shape:
-            raise BadInput(
-                f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(shape)}",
-                hint="config.json and weights belong to different models",
-            )
-        if info.dtype not in _DTYPES:
-            raise BadInput(
-                f"{info.file}: {name} is stored as {info.dtype}; experts are read from {', '.join(_DTYPES)}",
-                hint="give the bfloat16 version of the model",
-            )
-
-    def _refuse_uncounted(self, counted: Mapping[str, None]) -> None:
-        forms = [*self._family.names.values(), *self._family.fused_names.values()]
-        pattern = "|".join(re.sub(r"\\\{(layer|expert)\\\}", r"\\d+", re.escape(form)) for form in forms)
-        for name in self._tensors:
-            if name not in counted and not self._beyond(name) and re.fullmatch(pattern, name):
-                raise BadInput(
-                    f"{self._tensors[name].file}: {name} is a routed expert that config.json does not count "
-                    f"(MoE layers {self._moe_layers[0]}-{self._moe_layers[-1]}, {self._experts} experts each)",
-                    hint="config.json and weights belong to different models",
-                )
-
-    def _read(self, info: TensorInfo, index: int | None = None) -> Array:
-        """A whole tensor, or entry `index` of its first axis, as float32. Reads just those bytes."""
-        shape = info.shape if index is None else info.shape[1:]
-        size = info.bytes if index is None else info.bytes // info.shape[0]
-        with info.file.open("rb") as file:
-            file.seek(info.start + (index or 0) * size)
-            raw = file.read(size)
-        if len(raw) != size:
-            raise BadInput(
-                f"{info.file} became shorter while it was read ({info.name})", hint="check the disk"
-            )
-        return widen(raw, info.dtype).reshape(shape)
+    def _bias(self, info: TensorInfo, layer: int, expert: int) -> Array:
+        return floats(read_piece(info, expert if len(info.shape) > 1 else None))
 
     def _fingerprint(self, dense: Iterable[TensorInfo], experts: Iterable[TensorInfo]) -> str:
         """Config, headers, and 64 bytes from the middle of every dense tensor: fine-tunes of one model differ too."""
-        digest = hashlib.sha256()
+        sizes = self._sizes
         facts = [
-            self._family.name, self._layers, self._moe_layers, self._experts, self._hidden, self._intermediate,
-            integer(self._config, "num_experts_per_tok"), integer(self._config, "vocab_size"),
+            self._family.name, sizes.layers, sizes.moe_layers, sizes.experts, sizes.hidden, sizes.intermediate,
+            families.top_k(self._text), families.integer({**self._config, **self._text}, "vocab_size"),
         ]  # fmt: skip
-        digest.update(json.dumps(facts).encode())
-        for info in sorted([*dense, *experts], key=lambda tensor: tensor.name):
-            digest.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
-        samples: dict[str, bytes] = {}
-        for file, infos in _by_file(dense).items():
-            with file.open("rb") as handle:
-                for info in infos:
-                    handle.seek(info.start + max(0, info.bytes - _SAMPLE_BYTES) // 2)
-                    samples[info.name] = handle.read(min(info.bytes, _SAMPLE_BYTES))
-        for name in sorted(samples):  # by name: the same model in other shards is the same model
-            digest.update(samples[name])
-        return "sha256:" + digest.hexdigest()
+        return fingerprint(facts, dense, experts)
+
+
+def open_safetensors(path: Path) -> SafetensorsSource:
+    """Open a folder with config.json and safetensors, or one .safetensors file with config.json beside it.
+
+    Everything is checked before this returns: files present and whole, every expert there with its right shape,
+    config and names in agreement. Raises BadInput naming the file, tensor and value otherwise.
+    """
+    root = path if path.is_dir() else path.parent
+    config = _read_config(root, path)
+    family = _family(config, path, root)
+    return SafetensorsSource(root, config, family, find_tensors(path, root))
+
+
+def fingerprint(facts: object, dense: Iterable[TensorInfo], experts: Iterable[TensorInfo]) -> str:
+    """sha256 of facts, of tensor names, dtypes and shapes, and of a few bytes of every dense tensor."""
+    dense = list(dense)
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for info in sorted([*dense, *experts], key=lambda tensor: tensor.name):
+        digest.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
+    samples: dict[str, bytes] = {}
+    for file, infos in _by_file(dense).items():
+        with file.open("rb") as handle:
+            for info in infos:
+                handle.seek(info.start + max(0, info.bytes - _SAMPLE_BYTES) // 2)
+                samples[info.name] = handle.read(min(info.bytes, _SAMPLE_BYTES))
+    for name in sorted(samples):  # by name: the same model in other shards is the same model
+        digest.update(samples[name])
+    return "sha256:" + digest.hexdigest()
 
 
 def widen(raw: bytes, dtype: str) -> Array:
     """BF16, F16 or F32 bytes to float32, exactly."""
-    if dtype == "BF16":
-        return (np.frombuffer(raw, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return np.frombuffer(raw, {"F16": "<f2", "F32": "<f4"}[dtype]).astype(np.float32)
+    return floats(Piece(dtype, np.frombuffer(raw, NUMPY[dtype])))
+
+
+def read_piece(info: TensorInfo, index: int | None = None) -> Piece:
+    """A whole tensor, or entry `index` of its first axis, in its stored type. Reads just those bytes."""
+    if not info.shape:
+        index = None  # one number for the whole stack
+    shape = info.shape if index is None else info.shape[1:]
+    size = info.bytes if index is None else info.bytes // info.shape[0]
+    try:
+        with info.file.open("rb") as file:
+            file.seek(info.start + (index or 0) * size)
+            raw = file.read(size)
+    except OSError as fault:
+        raise BadInput(
+            f"{info.file} cannot be read: {fault.strerror} ({info.name})", hint="check the disk"
+        ) from None
+    if len(raw) != size:
+        raise BadInput(f"{info.file} became shorter while it was read ({info.name})", hint="check the disk")
+    return Piece(info.dtype, np.frombuffer(raw, NUMPY[info.dtype]).reshape(shape))
+
+
+def display_name(root: Path) -> str:
+    """The folder's name; for the Hugging Face cache (models--org--name/snapshots/<commit>) the model's."""
+    root = root.resolve()
+    if root.parent.name == "snapshots":
+        return root.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return root.name
 
 
 def _by_file(tensors: Iterable[TensorInfo]) -> dict[Path, list[TensorInfo]]:
@@ -225,11 +239,14 @@ def _by_file(tensors: Iterable[TensorInfo]) -> dict[Path, list[TensorInfo]]:
     return files
 
 
-def _display_name(root: Path) -> str:
-    root = root.resolve()
-    if root.parent.name == "snapshots":  # the Hugging Face cache: models--org--name/snapshots/<commit>
-        return root.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return root.name
+def _elements(info: TensorInfo) -> int:
+    """Weights in a tensor: packed codes count one by one (4-bit unless it is plain), scales and zeros do not count."""
+    if info.name.endswith(
+        (".qzeros", ".g_idx", ".scales", "_scale", "_scale_inv", "_scale_2", "_shape", ".scale")
+    ):
+        return 0
+    packed = info.name.endswith((".qweight", ".weight_packed"))
+    return prod(info.shape) * ({"I32": 8, "U8": 2}.get(info.dtype, 1) if packed else 1)
 
 
 def _read_config(root: Path, path: Path) -> dict[str, Any]:
@@ -237,95 +254,64 @@ def _read_config(root: Path, path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise BadInput(
             f"{path} is not a model: there is no config.json in {root}",
-            hint="give the folder that holds config.json and the safetensors files",
+            hint="give the folder that holds config.json and the weights, or a .gguf file",
         )
     refuse_lfs_pointer(file)
     return read_json_object(file)
 
 
-def _family(config: Mapping[str, Any], root: Path) -> Family:
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
+def _hints(config: Mapping[str, Any], root: Path) -> Hints:
+    said = config.get("quantization_config") or text_config(config).get("quantization_config") or {}
+    if not isinstance(said, Mapping):
         raise BadInput(
-            f"{root} is already quantized: config.json says quant_method '{method}'",
-            hint="give the bfloat16 version of the model",
+            f"{root / 'config.json'}: quantization_config is {said!r}, an object is expected",
+            hint="check config.json",
         )
-    model_type = config.get("model_type")
-    family = family_of(str(model_type))
-    if family is not None:
-        return family
-    if not any(
-        config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts", "text_config")
-    ):
+    method = str(said.get("quant_method") or said.get("method") or "")
+    if method and method not in METHODS:
+        raise BadInput(
+            f"{root}: config.json says quant_method '{method}', which cannot be read; known are "
+            f"{', '.join(sorted(METHODS))}",
+            hint=OTHER_VERSION,
+        )
+    return Hints(method, said)
+
+
+def _sizes(text: Mapping[str, Any], root: Path) -> Sizes:
+    layers = families.moe_layers(text)
+    count = families.experts(text)
+    if not layers or not count:
         raise _dense_model(root)
-    raise BadInput(
-        f"{root}: model_type '{model_type}' is not known; known are {', '.join(f.name for f in FAMILIES)}"
-        + _looks_like_experts(root),
-        hint="ask for the family with this message",
+    if not 1 <= (chosen := families.top_k(text)) <= count:
+        raise BadInput(
+            f"{root / 'config.json'}: a token chooses {chosen} of {count} experts, 1 to {count} are possible",
+            hint="check config.json",
+        )
+    return Sizes(
+        layers=families.layers(text),
+        moe_layers=layers,
+        experts=count,
+        hidden=families.hidden(text),
+        intermediate=families.intermediate(text),
+        idle=families.integer(text, "zero_expert_num", default=0),
     )
 
 
-def _looks_like_experts(root: Path) -> str:
-    names: set[str] = set()
-    for file in sorted(root.glob("*.safetensors"))[:1]:
-        names |= {re.sub(r"\d+", "N", name) for name in read_header(file).tensors if "expert" in name}
-    return f"; its expert-like tensors: {', '.join(sorted(names)[:8])}" if names else ""
+def _family(config: Mapping[str, Any], path: Path, root: Path) -> Family:
+    family = family_in(config)
+    if family is not None:
+        return family
+    if not families.experts(text_config(config)):
+        raise _dense_model(root)
+    names = list(expert_like(find_tensors(path, root)))
+    listed = f"; its expert-like tensors: {', '.join(names[:8])}" if names else ""
+    raise BadInput(
+        f"{root}: model_type '{config.get('model_type')}' is not known{listed}",
+        hint="docs/models.md lists the known ones; ask for the family with this message",
+    )
 
 
 def _dense_model(root: Path) -> BadInput:
     return BadInput(
         f"{root} is a dense model: it has no routed experts", hint="ktplan works on Mixture-of-Experts models"
     )
-
-
-def _tensors(path: Path, root: Path) -> dict[str, TensorInfo]:
-    if path.is_file():
-        if path.suffix != ".safetensors":
-            raise BadInput(
-                f"{path} is not a safetensors file", hint="give a model folder or a .safetensors file"
-            )
-        return read_header(path).tensors
-    index = root / _INDEX
-    if index.is_file():
-        return _indexed(root, index)
-    if (root / _SINGLE).is_file():
-        return read_header(root / _SINGLE).tensors
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
-        raise BadInput(f"{root} has no safetensors files", hint="give the folder that holds the weights")
-    tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        for name, info in read_header(file).tensors.items():
-            if name in tensors:
-                raise BadInput(
-                    f"{root}: {name} is in {tensors[name].file.name} and in {file.name}, and there is no {_INDEX}",
-                    hint="keep one model in the folder, or add its index",
-                )
-            tensors[name] = info
-    return tensors
-
-
-def _indexed(root: Path, index: Path) -> dict[str, TensorInfo]:
-    """The index decides which file holds a tensor; other files in the folder are left alone."""
-    refuse_lfs_pointer(index)
-    places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise BadInput(f"{index} has no weight_map", hint="download it again")
-    wanted = sorted(set(places.values()))
-    absent = [name for name in wanted if not (root / name).is_file()]
-    if absent:
-        more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
-        raise BadInput(
-            f"{root}: {len(absent)} of {len(wanted)} files named in {_INDEX} are missing: "
-            f"{', '.join(absent[:5])}{more}",
-            hint="download the missing files",
-        )
-    headers = {name: read_header(root / name).tensors for name in wanted}
-    tensors: dict[str, TensorInfo] = {}
-    for name, file in places.items():
-        info = headers[file].get(name)
-        if info is None:
-            raise BadInput(
-                f"{root / file} lacks {name}, which {_INDEX} places there", hint="download the file again"
-            )
-        tensors[name] = info
-    return tensors

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ktplan.errors import BadInput
+
+PLAIN_ACTIVATIONS = ("silu", "swish")  # two names of one function
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -22,8 +26,8 @@ class ModelSpec:
     moe_intermediate: int
     vocab: int
     context: int  # longest sequence in tokens
-    activation: str
-    dtype: str  # of the stored experts: "bfloat16", "float16", "float32"
+    activation: str  # what an expert does with gate and up: "silu" is down(silu(gate) * up); others by name
+    dtype: str  # how the experts are stored: "bfloat16", "float8 per block", "mxfp4", "int4 pack-quantized", "Q4_K" ...
     tied_embeddings: bool
     fused: bool  # experts of a layer stored as one tensor a projection
     dense_params: int
@@ -32,6 +36,7 @@ class ModelSpec:
     expert_bytes: int
     kv_bytes_per_token: int  # all layers, 2-byte cache
     experts_module: str  # "model.layers.{layer}.mlp.experts": the module that holds a layer's routed experts
+    expert_bias: bool = False  # experts add biases (gpt-oss)
     fingerprint: str  # sha256 of config, tensor headers and a sample of the dense weights
 
     @property
@@ -47,6 +52,20 @@ class ModelSpec:
     def experts_module_name(self, layer: int) -> str:
         """Dotted name of the module with a layer's routed experts."""
         return self.experts_module.format(layer=layer)
+
+    def check_plain_experts(self) -> None:
+        """Raise BadInput unless an expert is down(silu(gate) * up) without biases, which is all that the store and
+        both engines compute.
+        """
+        extra = "biases" if self.expert_bias else None
+        if self.activation not in PLAIN_ACTIVATIONS:
+            extra = f"the activation '{self.activation}'"
+        if extra:
+            raise BadInput(
+                f"{self.name}: experts of {self.model_type} have {extra}; only silu-gated experts without biases "
+                "can be converted and run",
+                hint="inspect, profile without a store, and place work on this model",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -31,6 +31,7 @@ from ktplan.network.skeleton import (
     layer_of,
     load_whole,
     quiet,
+    refuse_not_finite,
     skeleton,
     tokenizer,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "load_experts",
     "load_whole",
     "quiet",
+    "refuse_not_finite",
     "skeleton",
     "tensor_of",
     "text_encoder",

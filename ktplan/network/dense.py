@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -32,7 +33,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from ktplan.errors import BadInput
 from ktplan.model import WeightSource
-from ktplan.network.skeleton import as_dtype, find_experts, quiet
+from ktplan.network.skeleton import as_dtype, find_experts, quiet, refuse_not_finite
 from ktplan.progress import SILENT, Progress
 
 _OPEN_SHARDS = 16  # mapped at a time: models come in hundreds of shards, the limit on open files may be 64
@@ -145,6 +146,7 @@ class _Shards:
                 f"{path}: {name} is stored as {stored}; weights are read from float32, bfloat16 and float16",
                 hint="give the bfloat16 version of the model",
             )
+        refuse_not_finite(tensor, name, Path(path))
         return tensor
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -16,6 +17,11 @@ from transformers.utils import logging as transformers_logging
 from ktplan.errors import BadInput
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+# What transformers raises where a config or tokenizer has a value that it did not expect: it checks few of them.
+_REFUSALS = (
+    OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ImportError, ArithmeticError, AssertionError,
+    RuntimeError, StrictDataclassError,
+)  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -108,21 +114,44 @@ def load_whole(
         model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=as_dtype(dtype), trust_remote_code=False, local_files_only=True
         )
+    for name, tensor in model.named_parameters():
+        refuse_not_finite(tensor, name, model_path)
     return model.to(device).eval().requires_grad_(False)
+
+
+def refuse_not_finite(tensor: torch.Tensor, name: str, where: Path) -> None:
+    """Raise BadInput naming the tensor and its first place where a weight is NaN or infinite."""
+    finite = torch.isfinite(tensor)
+    if bool(finite.all()):
+        return
+    place = (~finite).nonzero()[0].tolist()
+    raise BadInput(
+        f"{where}: {name} holds {int((~finite).sum()):,} values that are NaN or infinite, the first is "
+        f"{float(tensor[tuple(place)])} at {place}",
+        hint="the checkpoint is damaged, badly merged or too large for --dtype float16: get it again, or use float32",
+    )
 
 
 def tokenizer(model_path: Path) -> Any:
     """The model's tokenizer, with its chat template where it has one. Raises BadInput when there is none."""
     with quiet(), _explained(model_path):
-        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+    # Where there are no files, transformers makes up a tokenizer that knows its special tokens and no others.
+    if len(found) <= len(found.all_special_ids):
+        raise BadInput(
+            f"{model_path} has no tokenizer",
+            hint="put the model's tokenizer.json and tokenizer_config.json there",
+        )
+    return found
 
 
 @contextmanager
 def _explained(model_path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as fault:
-        first_line = (str(fault).strip().splitlines() or [type(fault).__name__])[0]
+    except _REFUSALS as fault:
+        lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
+        first_line = " ".join(lines[:2]) or type(fault).__name__
         raise BadInput(
             f"transformers cannot use {model_path}: {first_line}",
             hint="check config.json and the tokenizer files; code that comes with a checkpoint is not run",

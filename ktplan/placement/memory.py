@@ -57,7 +57,7 @@ def anatomy(source: _Headers) -> Anatomy:
     embedding = head = 0
     for name in source.dense_names():
         size = int(source.info(name).bytes)
-        found = re.search(r"\blayers\.(\d+)\.", name)
+        found = re.search(r"\b(?:layers|blk)\.(\d+)\.", name)
         if found is None:
             if "embed" in name:
                 embedding += size
@@ -77,7 +77,7 @@ def anatomy(source: _Headers) -> Anatomy:
 def _kind(name: str) -> str:
     if "attn" in name or "attention" in name:
         return "attention"
-    if "shared_expert" in name:
+    if "shared_expert" in name or "_shexp" in name:
         return "shared experts"
     if re.search(r"\.(gate|router)\.(weight|bias|e_score)|\.gate\.", name):
         return "routers"

@@ -145,7 +145,7 @@ def quantize(weight: Tensor, hessian: Tensor, scales: Tensor, scheme: GptqScheme
     weight, rounded. Raises KtplanError when `hessian` is not finite.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(hessian[order][:, order], effort.damp)
+    factor = inverse_factor(hessian[order][:, order], effort.damp)
     columns = weight[:, order].T.contiguous()
     steps = spread(scales, scheme)[:, order].T.contiguous()
     levels = torch.empty_like(columns)
@@ -189,7 +189,7 @@ def _codes(levels: Tensor, scheme: GptqScheme) -> Tensor:
     return (levels + scheme.zero).to(torch.uint8)
 
 
-def _inverse_factor(hessian: Tensor, damp: float) -> Tensor:
+def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped `hessian`.
 
     Inputs that calibration never saw have a zero diagonal; damping alone makes it positive, and their zero

@@ -3,13 +3,17 @@
 Two rules for the scale, in the same stored form:
 
 kt    kt-kernel's bytes exactly. The scale comes from the row's largest magnitude, so one outlier coarsens its row.
-mse   The scale with the least squared error. A row is first reduced to a histogram of its magnitudes; the error of
-      every clip ratio of a grid is then one matrix product away. The best one is refined on the real values by
-      alternating rounding and least squares, and compared with the largest-magnitude scale, than which the result
-      is never worse. Costs about ten passes over the weights; a plain search of the same quality costs hundreds.
+mse   The scale with the least squared error. Magnitudes become whole numbers (the largest is 32767), so that the sums
+      which judge a clip ratio are exact in whatever order they are added. The best ratio of a coarse grid, then of a
+      fine one around it, is refined by alternating rounding and least squares, at last on the real values; the
+      result is compared with the largest-magnitude scale, than which it is never worse.
 
 Stored scales follow kt-kernel: INT8 stands for `level * scale`, INT4 for `(16 * level) * scale`, since its kernels
-read a nibble as the high half of a byte. numpy only; this file is also the specification for other implementations.
+read a nibble as the high half of a byte.
+
+numpy only. This file is the specification: the native code that conversion runs (kernels.pack_weights) gives the same
+bytes on every machine. So every float operation here has one meaning, and sums that decide something are exact or
+have a fixed order (`_lanes`).
 """
 
 from __future__ import annotations
@@ -26,26 +30,23 @@ from ktplan.quant.scheme import Scheme
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I8 = npt.NDArray[np.int8]
+I32 = npt.NDArray[np.int32]
 
 # A block of rows: small enough to stay in cache with its scratch, large enough that threads spend their time in numpy
 # and not in handing Python's lock to each other (two threads, 64 Ki: slower than one; 256 Ki: 1.6 times faster).
 _BLOCK_ELEMENTS = 256 * 1024
-SCRATCH_BYTES = 10 * 4 * _BLOCK_ELEMENTS  # what quantize_rows needs beside its argument and result
-# OpenBLAS multiplies this many rows of histogram by the grid on the calling thread; larger products wake a team of
-# threads that here only get in each other's way (its interface/gemm.c compares M * N * K with 2^18).
-_PRODUCT_ROWS = 32
-
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 
-# Histogram: 16 bins an octave over 12 octaves below the row's maximum. The bin of a float is its top bits.
-_BIN_SHIFT = 19
-_OCTAVES = 12
-_FIRST_BIN = int(np.float32(2.0**-_OCTAVES).view(np.uint32)) >> _BIN_SHIFT
-_CLIP_RATIOS = 32
+# Magnitudes as whole numbers: the largest of a row becomes this.
+_UNITS = 32767
 # Lowest clip ratio worth trying, by top level. Clipping an outlier pays only while it is below about sqrt(K) times the
 # row's RMS, and 15 levels want to reach 2.7 times the RMS: 2.7 / sqrt(K) is above 0.025 up to K = 11664.
 _LOWEST_RATIO = {127: 0.25, 7: 0.025, 1: 0.009}
-_REFINEMENTS = 2
+_GRID_POINTS = {127: 41, 7: 41, 1: 49}
+_COARSE = 4  # every fourth point of the grid is tried, then those between it and its neighbours
+_LIFT = np.float32(
+    2.0**64
+)  # rows below 1 / _LIFT are multiplied by it: exact, and their reciprocal stays finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +85,24 @@ def dequantize(rows: QuantizedRows) -> F32:
 def squared_error(weights: F32, rows: QuantizedRows) -> tuple[float, float]:
     """Sum of squared differences, and sum of squared weights: divide and take the root for the relative RMS error.
 
-    Computed relative to the largest magnitude, so that huge and tiny weights neither overflow nor vanish.
+    Computed in units of each row's step, so that huge and tiny weights neither overflow nor vanish. Rows with scale 0
+    count for nothing: they are zero, or too small for any kernel.
     """
-    unit = max(float(np.abs(weights).max(initial=0.0)), float(_SMALLEST_NORMAL))
-    inverse = 1.0 / unit
     error = energy = 0.0
-    step = _step(rows.scale, rows.tile_bits)
+    steps = _step(rows.scale, rows.tile_bits)
     for block in _blocks(*weights.shape):
-        exact = weights[block] * inverse
-        rest = rows.levels[block] * (step[block] * inverse)[:, None]
-        rest -= exact
-        # float32 is good enough for the sum over one row, not over a block.
-        error += float(np.einsum("ij,ij->i", rest, rest).sum(dtype=np.float64))
-        energy += float(np.einsum("ij,ij->i", exact, exact).sum(dtype=np.float64))
-    return error * unit**2, energy * unit**2
+        step = steps[block]
+        alive = step != 0
+        inverse = np.divide(np.float32(1), step, out=np.zeros_like(step), where=alive)
+        value = np.multiply(weights[block], inverse[:, None])
+        rest = value - rows.levels[block].astype(np.float32)
+        square = np.where(alive, step.astype(np.float64) * step.astype(np.float64), 0.0)
+        # Row after row: the order is part of the specification.
+        for row in _lanes(rest * rest) * square:
+            error += float(row)
+        for row in _lanes(value * value) * square:
+            energy += float(row)
+    return error, energy
 
 
 def _blocks(rows: int, columns: int) -> Iterator[slice]:
@@ -153,19 +158,32 @@ def _flush(values: F32) -> F32:
 # mse: search.
 
 
+@lru_cache(maxsize=4)
+def multipliers(top_level: int) -> npt.NDArray[np.uint16]:
+    """The search's grid, ascending: sixteenths of a level for the largest magnitude under each clip ratio."""
+    ratios = np.geomspace(1.0, _LOWEST_RATIO[top_level], _GRID_POINTS[top_level])
+    grid = np.rint(16 * top_level / ratios).astype(np.uint16)
+    grid.flags.writeable = False
+    return grid
+
+
 def _mse_block(weights: F32, scheme: Scheme) -> tuple[I8, F32]:
+    top = scheme.top_level
     magnitude = np.abs(weights)
     largest = magnitude.max(axis=1)
     # Below this the largest-magnitude scale is denormal: the whole row is zero to a kernel that flushes denormals.
-    alive = largest >= _SMALLEST_NORMAL * np.float32(scheme.top_level * (16 if scheme.tile_bits == 4 else 1))
+    alive = largest >= _SMALLEST_NORMAL * np.float32(top * (16 if scheme.tile_bits == 4 else 1))
     unit = np.where(alive, largest, np.float32(1))
-    magnitude *= (np.float32(1) / unit)[:, None]
+    lift = np.where(unit < 1 / _LIFT, _LIFT, np.float32(1))
+    scaled = magnitude * lift[:, None]
+    scaled *= (np.float32(_UNITS) / (unit * lift))[:, None]
+    scaled[~alive] = 0
+    units = np.minimum(np.rint(scaled), np.float32(_UNITS)).astype(np.int32)
 
-    absmax = np.full(len(unit), 1.0 / scheme.top_level)
-    searched = _refined(magnitude, _best_of_grid(magnitude, scheme.top_level), scheme.top_level)
-    stored_absmax = _stored(absmax, unit, scheme)
-    stored_searched = _stored(searched, unit, scheme)
-    better = _error(magnitude, searched, scheme.top_level) < _error(magnitude, absmax, scheme.top_level)
+    searched = _refit(scaled, _search(units, top), top)
+    absmax = np.full(len(unit), _UNITS / top)
+    stored_searched, stored_absmax = _stored(searched, unit, scheme), _stored(absmax, unit, scheme)
+    better = _error(scaled, searched, top) < _error(scaled, absmax, top)
     better &= stored_searched >= _SMALLEST_NORMAL
     scale = np.where(alive, np.where(better, stored_searched, stored_absmax), np.float32(0))
 
@@ -173,82 +191,99 @@ def _mse_block(weights: F32, scheme: Scheme) -> tuple[I8, F32]:
     inverse = np.divide(np.float32(1), step, out=np.zeros_like(step), where=alive)
     levels = weights * inverse[:, None]
     np.rint(levels, out=levels)
-    np.clip(levels, -scheme.top_level, scheme.top_level, out=levels)
+    np.clip(levels, -top, top, out=levels)
     return levels.astype(np.int8), scale
 
 
 def _stored(step: F64, unit: F32, scheme: Scheme) -> F32:
-    """The float32 to store for steps that are relative to each row's unit; never so large that a weight overflows."""
+    """The float32 to store for steps in units of largest / 32767; never so large that a weight overflows."""
     sixteen = 16 if scheme.tile_bits == 4 else 1
     most = float(np.finfo(np.float32).max) / (scheme.top_level * sixteen * (1 + 2.0**-22))
-    stored: F32 = np.minimum(step * unit / sixteen, most).astype(np.float32)
+    stored: F32 = np.minimum(step * unit.astype(np.float64) / _UNITS / sixteen, most).astype(np.float32)
     return stored
 
 
-def _best_of_grid(magnitude: F32, top_level: int) -> F64:
-    """The step of the best clip ratio for each row of magnitudes in 0..1 (rows all zero: any)."""
-    steps, errors = _grid(top_level)
-    bins = len(errors)
-    number = magnitude.view(np.int32) >> _BIN_SHIFT
-    number -= np.int32(_FIRST_BIN - 1)
-    np.clip(number, 0, bins - 1, out=number)
-    number += np.arange(len(magnitude), dtype=np.int32)[:, None] * np.int32(bins)
-    counts = np.bincount(number.ravel(), minlength=len(magnitude) * bins).reshape(-1, bins)
-    counted = counts.astype(np.float64)
-    total = np.concatenate(
-        [counted[n : n + _PRODUCT_ROWS] @ errors for n in range(0, len(counted), _PRODUCT_ROWS)]
+class _Moments:
+    """Sums over each row of level * magnitude and of level^2, and their gain: how much error their best step saves."""
+
+    def __init__(self, units: I32, levels: I32) -> None:
+        # Whole numbers below 2^53: float64 holds them exactly in whatever order they are added.
+        values = levels.astype(np.float64)
+        self.product = np.einsum("ij,ij->i", values, units.astype(np.float64))
+        self.square = np.einsum("ij,ij->i", values, values)
+
+    @property
+    def gain(self) -> F64:
+        gain: F64 = np.divide(
+            self.product * self.product, self.square, out=np.zeros_like(self.square), where=self.square > 0
+        )
+        return gain
+
+    def take_better(
+        self, other: _Moments, among: npt.NDArray[np.bool_] | None = None
+    ) -> npt.NDArray[np.bool_]:
+        """Replace the rows where `other` gains more; returns which."""
+        better = other.gain > self.gain
+        if among is not None:
+            better &= among
+        self.product = np.where(better, other.product, self.product)
+        self.square = np.where(better, other.square, self.square)
+        return better
+
+
+def _search(units: I32, top: int) -> F64:
+    """The best step of each row, in units of largest / 32767."""
+    grid = multipliers(top).astype(np.int32)
+    best = _on_grid(units, grid[np.zeros(len(units), int)], top)
+    coarse = np.zeros(len(units), int)
+    for point in range(_COARSE, len(grid), _COARSE):
+        better = best.take_better(_on_grid(units, np.full(len(units), grid[point]), top))
+        coarse[better] = point
+    for offset in (-3, -2, -1, 1, 2, 3):
+        points = coarse + offset
+        inside = (points >= 0) & (points < len(grid))
+        best.take_better(_on_grid(units, grid[np.clip(points, 0, len(grid) - 1)], top), inside)
+    inverse = np.divide(best.square, best.product, out=np.zeros_like(best.square), where=best.product > 0)
+    levels = _rounded(units.astype(np.float32), inverse.astype(np.float32), top)
+    best.take_better(_Moments(units, levels.astype(np.int32)))
+    step: F64 = np.divide(
+        best.product, best.square, out=np.full(len(units), _UNITS / top), where=best.square > 0
     )
-    # The error is smooth in the logarithm of the step: a parabola through the best point and its neighbours.
-    row = np.arange(len(total))
-    best = np.clip(total.argmin(axis=1), 1, len(steps) - 2)
-    left, middle, right = (total[row, best + shift] for shift in (-1, 0, 1))
-    curvature = left - 2 * middle + right
-    offset = np.divide(left - right, 2 * curvature, out=np.zeros_like(left), where=curvature > 0)
-    refined: F64 = steps[best] * (steps[1] / steps[0]) ** np.clip(offset, -1, 1)
-    return refined
-
-
-@lru_cache(maxsize=4)
-def _grid(top_level: int) -> tuple[F64, F64]:
-    """Steps [C] of the grid and the squared error [bins, C] that a magnitude of each bin has under each step.
-
-    Errors are whole numbers (units of 2^-32): with them the products above are exact in float64 in whatever order a
-    BLAS adds, so all machines choose the same scale.
-    """
-    numbers = np.arange((_OCTAVES << (23 - _BIN_SHIFT)) + 1, dtype=np.uint32) + np.uint32(_FIRST_BIN)
-    edges = (numbers << np.uint32(_BIN_SHIFT)).view(np.float32).astype(np.float64)  # ..., the last one is 1.0
-    low = np.concatenate([[0.0], edges])
-    high = np.concatenate([edges, [1.0]])
-    inside = (np.arange(16) + 0.5) / 16
-    magnitude = low[:, None] + (high - low)[:, None] * inside
-    steps = np.geomspace(_LOWEST_RATIO[top_level], 1.0, _CLIP_RATIOS) / top_level
-    errors = np.empty((len(low), len(steps)))
-    for number, step in enumerate(steps):
-        rounded = np.minimum(np.rint(magnitude / step), top_level) * step
-        errors[:, number] = np.square(magnitude - rounded).mean(axis=1)
-    return steps, np.rint(errors * 2.0**32)
-
-
-def _refined(magnitude: F32, step: F64, top_level: int) -> F64:
-    """Alternate between the best levels for a step and the best step for the levels; each turn lowers the error."""
-    for _ in range(_REFINEMENTS):
-        levels = _rounded(magnitude, step, top_level)
-        product = np.einsum("ij,ij->i", levels, magnitude).astype(np.float64)
-        square = np.einsum("ij,ij->i", levels, levels).astype(np.float64)
-        step = np.divide(product, square, out=step.copy(), where=square > 0)
     return step
 
 
-def _error(magnitude: F32, step: F64, top_level: int) -> F32:
-    rest = _rounded(magnitude, step, top_level)
-    rest *= step.astype(np.float32)[:, None]
-    rest -= magnitude
-    error: F32 = np.einsum("ij,ij->i", rest, rest)
-    return error
+def _on_grid(units: I32, multiplier: I32, top: int) -> _Moments:
+    sixteenths = np.minimum((units * multiplier[:, None] + (1 << 14)) >> 15, 16 * top)
+    return _Moments(units, (sixteenths + 8) >> 4)
 
 
-def _rounded(magnitude: F32, step: F64, top_level: int) -> F32:
-    levels = magnitude * (1.0 / step).astype(np.float32)[:, None]
-    np.rint(levels, out=levels)
-    np.minimum(levels, np.float32(top_level), out=levels)
+def _refit(magnitude: F32, step: F64, top: int) -> F64:
+    """The step with the least squared error for the levels that `step` gives."""
+    levels = _rounded(magnitude, (1.0 / step).astype(np.float32), top)
+    product, square = _lanes(levels * magnitude), _lanes(levels * levels)
+    refitted: F64 = np.divide(product, square, out=step.copy(), where=square > 0)
+    return refitted
+
+
+def _error(magnitude: F32, step: F64, top: int) -> F64:
+    levels = _rounded(magnitude, (1.0 / step).astype(np.float32), top)
+    rest = magnitude - levels * step.astype(np.float32)[:, None]
+    return _lanes(rest * rest)
+
+
+def _rounded(magnitude: F32, inverse: F32, top: int) -> F32:
+    levels: F32 = np.minimum(np.rint(magnitude * inverse[:, None]), np.float32(top))
     return levels
+
+
+def _lanes(values: F32) -> F64:
+    """Row sums: float32 over columns j, j + 16, ... in that order for each j below 16, then those 16 in float64."""
+    rows, columns = values.shape
+    padded = np.pad(values, ((0, 0), (0, -columns % 16))).reshape(rows, -1, 16)
+    sums = padded[:, 0].copy()
+    for column in range(1, padded.shape[1]):
+        sums += padded[:, column]
+    total = np.zeros(rows)
+    for lane in range(16):
+        total += sums[:, lane].astype(np.float64)
+    return total

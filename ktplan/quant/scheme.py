@@ -10,7 +10,7 @@ from typing import Literal
 
 from ktplan.errors import BadUsage
 
-Rounding = Literal["mse", "kt"]
+Rounding = Literal["mse", "kt", "gptq"]
 
 # The highest level of each width. INT4 leaves -8 unused: kt-kernel's vector kernels negate by a trick that -8 breaks.
 _TOP_LEVEL = {8: 127, 4: 7, 2: 1}
@@ -23,6 +23,7 @@ class Scheme:
     `bits` 8: levels -127..127. `bits` 4: levels -7..7. `bits` 2: levels -1..1, kept in INT4 tiles; a deliberately
     coarse specimen that makes the cost of quantization visible, not a format to run models in.
     `rounding` "mse": the row's scale is searched for the least squared error. "kt": kt-kernel's rule and bytes.
+    "gptq": levels and scales are fitted to calibration text (convert.calibrated); the format is the same.
     Raises BadUsage for a combination that does not exist.
     """
 
@@ -38,10 +39,8 @@ class Scheme:
                 f"scales for groups of {self.group} do not exist in this layout, only one for each row",
                 hint="use --group-size row",
             )
-        if self.rounding not in ("mse", "kt"):
-            raise BadUsage(
-                f"rounding '{self.rounding}' is not known", hint="use --rounding mse or --rounding kt"
-            )
+        if self.rounding not in ("mse", "kt", "gptq"):
+            raise BadUsage(f"rounding '{self.rounding}' is not known", hint="use --rounding mse, kt or gptq")
         if self.rounding == "kt" and self.bits == 2:
             raise BadUsage(
                 "kt-kernel has no 2-bit format, so --rounding kt cannot be met", hint="use --rounding mse"

@@ -75,7 +75,8 @@ def _templated(tokenizer: Any, turns: list[dict[str, str]]) -> str:
 
     try:
         text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except TemplateError as fault:
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as fault:
+        # A template is a program of the model's: whatever it stumbles over is an answer to these turns.
         raise BadInput(
             f"the model's chat template refuses the conversation: {fault}",
             hint="some models take no --system text",

@@ -26,43 +26,55 @@ class CpuExperts:
         activation_bits: int,
     ) -> None:
         manifest = store.manifest
-        held = set(ids)
-        parts = [
-            [
-                PackedExpert(*store.packed(layer, expert, part)) if expert in held else None
-                for expert in range(manifest.experts)
-            ]
-            for part in range(manifest.parts)
+        by_bits: dict[int, set[int]] = {}
+        for expert in ids:
+            by_bits.setdefault(manifest.shape.bits_of(layer, expert), set()).add(expert)
+        # In a mixed store one native layer for each width; the other's experts are absent there.
+        self._layers = [
+            ExpertLayer(
+                [
+                    [
+                        PackedExpert(*store.packed(layer, expert, part)) if expert in held else None
+                        for expert in range(manifest.experts)
+                    ]
+                    for part in range(manifest.parts)
+                ],
+                hidden=manifest.hidden,
+                intermediate=manifest.intermediate,
+                bits=layout_for(bits).tile_bits,
+                threads_pool=pool,
+                activation_bits=activation_bits,
+            )
+            for bits, held in sorted(by_bits.items()) or [(manifest.bits, set[int]())]
         ]
-        self._layer = ExpertLayer(
-            parts,
-            hidden=manifest.hidden,
-            intermediate=manifest.intermediate,
-            bits=layout_for(manifest.bits).tile_bits,
-            threads_pool=pool,
-            activation_bits=activation_bits,
-        )
 
     @property
     def bytes(self) -> int:
-        return self._layer.bytes
+        return sum(layer.bytes for layer in self._layers)
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum over the experts held here, float32 [T, H].
 
         hidden [T, H], index int64 [T, k] (-1: skipped), weights float32 [T, k]; all on the CPU.
         """
-        return torch.from_numpy(self._layer.forward(*_readable(hidden, index, weights)))
+        inputs = _readable(hidden, index, weights)
+        total, *others = [layer.forward(*inputs) for layer in self._layers]
+        for other in others:
+            total += other
+        return torch.from_numpy(total)
 
     def submit(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> Callable[[], torch.Tensor]:
         """As `forward`, by other threads; calling the answer waits for it."""
         inputs = _readable(hidden, index, weights)
-        pending = self._layer.submit(*inputs)
+        pending = [layer.submit(*inputs) for layer in self._layers]
 
         def result(kept: object = inputs) -> torch.Tensor:  # the engine reads the inputs until it is done
-            return torch.from_numpy(pending.result())
+            total, *others = [one.result() for one in pending]
+            for other in others:
+                total += other
+            return torch.from_numpy(total)
 
         return result
 

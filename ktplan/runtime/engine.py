@@ -6,7 +6,6 @@ The engine knows tokens and text; where experts live and how they are computed w
 from __future__ import annotations
 
 import inspect
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import torch
 from transformers import DynamicCache
 
 from ktplan import network
-from ktplan.errors import BadUsage, DoesNotFit
+from ktplan.artifact import read_json_object
+from ktplan.errors import BadInput, BadUsage, DoesNotFit
 from ktplan.progress import SILENT, Progress
 from ktplan.rules import Rules
 from ktplan.runtime.evaluate import model_logits
@@ -261,9 +261,9 @@ def load(
     return start(build(prepared, threads=threads, activation_bits=activation_bits, progress=progress))
 
 
-def start(loaded: Network) -> Engine:
+def start(loaded: Network, tokenizer: Any = None) -> Engine:
     """An engine over a loaded network, with the model's own tokenizer and stop tokens."""
-    tokenizer = network.tokenizer(loaded.source.root)
+    tokenizer = tokenizer or network.tokenizer(loaded.source.root)
     return Engine(loaded, tokenizer, stop_ids(loaded.source.root, loaded.model.config, tokenizer))
 
 
@@ -271,10 +271,13 @@ def stop_ids(model: Path, config: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a text, from generation_config.json, config.json and the tokenizer together."""
     found: set[int] = set()
     file = model / "generation_config.json"
-    written = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    written = read_json_object(file).get("eos_token_id") if file.is_file() else None
     for ids in (written, getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
-        if isinstance(ids, int):
-            found.add(ids)
-        elif ids is not None:
-            found.update(int(number) for number in ids)
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(isinstance(number, int) for number in listed):
+            raise BadInput(
+                f"{file}: eos_token_id is {ids!r}, a token id or a list of them is expected",
+                hint="correct it",
+            )
+        found.update(listed)
     return frozenset(found)

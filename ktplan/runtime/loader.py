@@ -8,6 +8,7 @@ checkpoint.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,9 +20,10 @@ from torch import nn
 
 from ktplan import network
 from ktplan.errors import BadInput, BadUsage, DoesNotFit
-from ktplan.model import ExpertWeights, SafetensorsSource, open_source
+from ktplan.experts import format_ranges
+from ktplan.model import ExpertWeights, WeightSource, open_safetensors
 from ktplan.progress import SILENT, Progress, Task
-from ktplan.rules import Rules
+from ktplan.rules import HYBRID, Match, Replace, Rule, Rules
 from ktplan.runtime.device_experts import DeviceExperts
 from ktplan.runtime.devices import best_device, connect, resolve
 from ktplan.runtime.inject import ExpertBytes, LayerExperts, Placement, place
@@ -65,7 +67,7 @@ class Network:
     """A network ready to run, and what it took to get there."""
 
     model: Any
-    source: SafetensorsSource
+    source: WeightSource
     experts: Mapping[int, HybridExperts]  # by layer
     placement: Placement
     counters: RouteCounters
@@ -79,7 +81,7 @@ def open_sources(model: Path, store: Path | None = None, gpu_weights: Path | Non
     """Open what the command line names. Raises BadInput when store or GPU weights belong to another model."""
     if store is None and gpu_weights is None:
         return Sources(model=model)
-    spec = open_source(model).spec
+    spec = open_safetensors(model).spec
     opened = ExpertStore.open(store) if store else None
     if opened:
         opened.check_model(spec)
@@ -96,7 +98,7 @@ def rules_of_plan(plan: PlacementPlan, model: Path) -> Rules:
     """A placement plan as rules. Raises BadInput when it was made for another model."""
     from ktplan.placement.emit import to_rules
 
-    spec = open_source(model).spec
+    spec = open_safetensors(model).spec
     return replace(to_rules(plan.for_model(spec), spec, dialect="ktplan"), origin="rules of the plan")
 
 
@@ -117,6 +119,12 @@ def prepare(
     wanted, why = _dtype(dtype, chosen)
     skeleton = network.skeleton(sources.model, wanted)
     _check_activation(skeleton)
+    weights, said = sources.gpu_weights, []
+    if weights is not None and rules is None:
+        rules = _rules_of_weights(skeleton, weights)
+        said.append(
+            f"no plan and no rules: the {len(weights.experts):,} experts of {weights.root} go to the GPU"
+        )
     placement = place(
         skeleton,
         rules,
@@ -124,6 +132,8 @@ def prepare(
         experts_on_gpu=sources.store is None,
         expert_bytes=_expert_bytes(skeleton, sources.store),
     )
+    if weights is not None:
+        _check_weights(weights, placement)
     devices, notes = resolve(placement.devices)
     return Prepared(
         sources=sources,
@@ -132,8 +142,38 @@ def prepare(
         dtype=wanted,
         why_dtype=why,
         devices={"cpu": torch.device("cpu"), **devices},
-        notes=(*placement.notes, *notes),
+        notes=(*said, *placement.notes, *notes),
     )
+
+
+def _rules_of_weights(skeleton: Any, weights: GptqCheckpoint) -> Rules:
+    """Every expert that the GPU weights hold on the GPU, the others on the CPU."""
+    held = {
+        name: weights.experts.layer(layer) for layer, (name, _) in network.experts_modules(skeleton).items()
+    }
+    rules = [
+        Rule(
+            match=Match(name=f"^{re.escape(name)}$"),
+            replace=Replace(
+                class_name=HYBRID, kwargs={"gpu_device": "gpu", "gpu_experts": format_ranges(ids)}
+            ),
+            recursive=False,
+        )
+        for name, ids in held.items()
+    ]
+    return Rules(tuple(rules), origin=f"the experts of {weights.root}")
+
+
+def _check_weights(weights: GptqCheckpoint, placement: Placement) -> None:
+    """Raise BadInput where an expert is placed on the GPU that the GPU weights do not hold."""
+    lacking = placement.gpu_experts - weights.experts
+    if lacking:
+        first = next(iter(lacking))
+        raise BadInput(
+            f"{weights.root} lacks {len(lacking):,} of {len(placement.gpu_experts):,} experts that are placed on the "
+            f"GPU, the first is expert {first.expert} of layer {first.layer}",
+            hint="quantize the experts of this plan: ktplan convert-gpu with the same --plan",
+        )
 
 
 def check_memory(prepared: Prepared, gpu_memory: int | None) -> Prepared:
@@ -165,7 +205,8 @@ def build(
     checkpoint or GPU weights that lack an expert.
     """
     started = time.monotonic()
-    source = open_source(prepared.sources.model)
+    source = open_safetensors(prepared.sources.model)
+    source.spec.check_plain_experts()
     model = prepared.skeleton
     experts = build_experts(
         prepared, source, threads=threads, activation_bits=activation_bits, progress=progress
@@ -196,7 +237,7 @@ def build(
 
 def build_experts(
     prepared: Prepared,
-    source: SafetensorsSource,
+    source: WeightSource,
     *,
     threads: int | None = None,
     activation_bits: int = 16,
@@ -235,7 +276,7 @@ class _Builder:
     def __init__(
         self,
         prepared: Prepared,
-        source: SafetensorsSource,
+        source: WeightSource,
         counters: RouteCounters,
         threads: int | None,
         activation_bits: int,
@@ -288,23 +329,21 @@ class _Builder:
         )
 
     def _checkpoint_reader(self, layer: int) -> Callable[[int], ExpertWeights]:
-        return lambda expert: self._source.expert(layer, expert)
+        def read(expert: int) -> ExpertWeights:
+            weights = self._source.expert(layer, expert)
+            for projection, name in self._source.expert_names(layer, expert).items():
+                matrix = network.tensor_of(getattr(weights, projection))
+                network.refuse_not_finite(matrix, f"{name} (expert {expert})", self._source.file_of(name))
+            return weights
+
+        return read
 
     def _gpu_reader(self, layer: int) -> Callable[[int], ExpertWeights]:
         quantized = self._prepared.sources.gpu_weights
         if quantized is None:
             return self._checkpoint_reader(layer)
 
-        def read(expert: int) -> ExpertWeights:
-            if not quantized.has(layer, expert):
-                raise BadInput(
-                    f"the GPU weights lack expert {expert} of layer {layer}, placed on the GPU by the rules",
-                    hint="quantize the experts of this plan: ktplan convert-gpu with the same --plan",
-                )
-            weights: ExpertWeights = quantized.expert(layer, expert)
-            return weights
-
-        return read
+        return lambda expert: quantized.expert(layer, expert)
 
 
 def _dtype(dtype: str, device: str) -> tuple[torch.dtype, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ktplan.errors import BadUsage
+from ktplan.errors import BadInput, BadUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Sampling:
                 raise BadUsage(
                     f"{name} is {value}, it must lie in {low:g}-{high:g}", hint="change the option"
                 )
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise BadUsage(f"the seed is {self.seed}, it must lie in 0-{2**63 - 1}", hint="change --seed")
 
 
 class Sampler:
@@ -51,9 +53,17 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def __call__(self, logits: torch.Tensor, seen: Sequence[int]) -> int:
-        """The next token for float logits [V] of any device; `seen` are the ids so far, prompt included."""
+        """The next token for float logits [V] of any device; `seen` are the ids so far, prompt included.
+
+        Raises BadInput where a logit is NaN: something in the model is no number, and any token would be a lie.
+        """
         how = self._sampling
         scores = logits.detach().to("cpu", torch.float32)
+        if bool(scores.isnan().any()):
+            raise BadInput(
+                f"{int(scores.isnan().sum()):,} of the model's {scores.numel():,} logits are NaN",
+                hint="its weights are damaged, or overflow in --dtype float16: use float32 or bfloat16",
+            )
         if how.repetition_penalty != 1.0 and seen:
             ids = torch.tensor(sorted(set(seen)))
             old = scores[ids]

@@ -6,21 +6,23 @@ Nothing in it depends on when, where or how fast the store was made: the same jo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ktplan.artifact import read_json, write_json
 from ktplan.errors import BadInput
+from ktplan.experts import ExpertId, ExpertSet
 from ktplan.model.source import PROJECTIONS
 from ktplan.store.layout import LAYOUTS, layout_for, packed_bytes
 
 KIND = "ktplan-expert-store"
 VERSION = 1
 MANIFEST_FILE = "store.json"
-PROGRESS_FILE = "convert.progress.json"  # there while a conversion is under way or was stopped
+JOB_FILE = "job.json"  # there while a conversion is under way or was stopped
 _WORST = 5
 _WORDS = ("model", "family", "fingerprint", "scheme", "rounding", "layout", "activation")
+_UNKNOWN = ("family", "fingerprint", "rounding", "activation")  # None in a store made from a foreign folder
 _NUMBERS = ("bits", "parts", "experts", "hidden", "intermediate")
 
 
@@ -35,13 +37,18 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreShape:
-    """The sizes that fix every tensor of a store."""
+    """The sizes that fix every tensor of a store. `wide` experts have 8 bits whatever `bits` says."""
 
     bits: int
     parts: int
     experts: int
     hidden: int
     intermediate: int
+    wide: ExpertSet = ExpertSet()
+
+    def bits_of(self, layer: int, expert: int) -> int:
+        """Width of an expert's weights."""
+        return 8 if ExpertId(layer, expert) in self.wide else self.bits
 
     def rows_and_columns(self, projection: str) -> tuple[int, int]:
         """N and K of one part of a projection."""
@@ -51,13 +58,16 @@ class StoreShape:
     def tensors(self, layer: int, expert: int, part: int) -> list[Tensor]:
         """One part of one expert in file order: three packed weights, then their scales."""
         weights, scales = [], []
+        bits = self.bits_of(layer, expert)
         for projection in PROJECTIONS:
             rows, columns = self.rows_and_columns(projection)
-            size = packed_bytes(rows, columns, self.bits)
-            weights.append(Tensor(tensor_name(layer, projection, expert, part, "weight"), "I8", size, size))
-            scales.append(
-                Tensor(tensor_name(layer, projection, expert, part, "scale"), "F32", rows, 4 * rows)
-            )
+            size = packed_bytes(rows, columns, bits)
+            # kt-kernel would take every expert for equally large: it must not find those of a mixed store.
+            own = "mixed." if self.wide else ""
+            weight = own + tensor_name(layer, projection, expert, part, "weight")
+            scale = own + tensor_name(layer, projection, expert, part, "scale")
+            weights.append(Tensor(weight, "I8", size, size))
+            scales.append(Tensor(scale, "F32", rows, 4 * rows))
         return weights + scales
 
     def layer_tensors(self, layer: int) -> Iterator[Tensor]:
@@ -66,10 +76,21 @@ class StoreShape:
             for part in range(self.parts):
                 yield from self.tensors(layer, expert, part)
 
-    @property
-    def expert_bytes(self) -> int:
+    def expert_bytes(self, layer: int, expert: int) -> int:
         """Bytes of one expert, all parts and scales."""
-        return self.parts * sum(tensor.bytes for tensor in self.tensors(0, 0, 0))
+        return self.parts * sum(tensor.bytes for tensor in self.tensors(layer, expert, 0))
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of a layer's experts."""
+        usual, wide = self.plain_bytes(self.bits), len(self.wide.layer(layer))
+        return (self.experts - wide) * usual + wide * self.plain_bytes(8)
+
+    def plain_bytes(self, bits: int) -> int:
+        """Bytes of an expert of that width, all parts and scales."""
+        return self.parts * sum(
+            packed_bytes(*self.rows_and_columns(projection), bits) + 4 * self.rows_and_columns(projection)[0]
+            for projection in PROJECTIONS
+        )
 
 
 def tensor_name(layer: int, projection: str, expert: int, part: int, what: str) -> str:
@@ -79,12 +100,12 @@ def tensor_name(layer: int, projection: str, expert: int, part: int, what: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFile:
-    """One shard: the experts of one layer."""
+    """One shard: the experts of one layer. `sha256` None: not known, in a folder that kt-kernel wrote."""
 
     name: str
     layer: int
     bytes: int
-    sha256: str
+    sha256: str | None
 
 
 class WeightError(NamedTuple):
@@ -98,23 +119,29 @@ class WeightError(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreManifest:
-    """All facts about a store; `errors[layer][projection]` holds one relative RMS weight error for each expert."""
+    """All facts about a store; `errors[layer][projection]` holds one relative RMS weight error for each expert.
+
+    None, or no entry, is what a folder that another program wrote does not tell. `output_errors` are like `errors`, for
+    the outputs on calibration text. `wide` experts have 8 bits in a store of fewer.
+    """
 
     model: str
-    family: str
-    fingerprint: str
+    family: str | None
+    fingerprint: str | None
     scheme: str
     bits: int
-    rounding: str
+    rounding: str | None
     layout: str
     parts: int
     layers: tuple[int, ...]
     experts: int
     hidden: int
     intermediate: int
-    activation: str
+    activation: str | None
     files: tuple[StoreFile, ...]
     errors: Mapping[int, Mapping[str, tuple[float, ...]]]
+    output_errors: Mapping[int, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
+    wide: ExpertSet = ExpertSet()
 
     @property
     def shape(self) -> StoreShape:
@@ -124,6 +151,7 @@ class StoreManifest:
             experts=self.experts,
             hidden=self.hidden,
             intermediate=self.intermediate,
+            wide=self.wide,
         )
 
     @property
@@ -133,14 +161,14 @@ class StoreManifest:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Weights and scales of one expert, all parts."""
-        return self.shape.expert_bytes
+        """Weights and scales of one expert, all parts; in a mixed store, of one that is not wide."""
+        return self.shape.plain_bytes(self.bits)
 
     @property
-    def mean_error(self) -> float:
-        """Mean relative RMS weight error over all projections of all experts."""
+    def mean_error(self) -> float | None:
+        """Mean relative RMS weight error over all projections of all experts; None where errors are not known."""
         every = [found.error for found in self.each_error()]
-        return sum(every) / len(every)
+        return sum(every) / len(every) if every else None
 
     def each_error(self) -> Iterator[WeightError]:
         """The error table as a list, in order of layer and expert."""
@@ -155,8 +183,13 @@ class StoreManifest:
 
     def save(self, folder: Path) -> None:
         """Write `store.json` whole."""
-        body = asdict(self)
+        body = {name: getattr(self, name) for name in (*_WORDS, *_NUMBERS, "layers")}
+        body["files"] = [asdict(file) for file in self.files]
         body["errors"] = {str(layer): dict(table) for layer, table in self.errors.items()}
+        if self.output_errors:
+            body["output_errors"] = {str(layer): dict(table) for layer, table in self.output_errors.items()}
+        if self.wide:
+            body["wide_experts"] = self.wide.to_ranges()
         body["total_bytes"] = self.total_bytes
         body["bytes_per_expert"] = self.bytes_per_expert
         body["summary"] = {
@@ -178,11 +211,12 @@ class StoreManifest:
 
     @classmethod
     def _from_body(cls, body: Mapping[str, Any]) -> StoreManifest:
-        plain: dict[str, Any] = {key: str(body[key]) for key in _WORDS} | {
-            key: int(body[key]) for key in _NUMBERS
-        }
+        words = {key: None if body[key] is None and key in _UNKNOWN else str(body[key]) for key in _WORDS}
+        plain: dict[str, Any] = words | {key: int(body[key]) for key in _NUMBERS}
         manifest = cls(
             **plain,
+            output_errors=errors_from_json(body.get("output_errors", {})),
+            wide=ExpertSet.from_ranges(body.get("wide_experts", {})),
             layers=tuple(int(layer) for layer in body["layers"]),
             files=tuple(StoreFile(**file) for file in body["files"]),
             errors=errors_from_json(body["errors"]),
@@ -204,13 +238,17 @@ class StoreManifest:
             raise ValueError(
                 f"sizes {self.hidden} x {self.intermediate} in {self.parts} parts do not fit {self.layout}"
             )
-        if tuple(file.layer for file in self.files) != self.layers or tuple(self.errors) != self.layers:
-            raise ValueError("files, errors and layers differ")
+        if tuple(file.layer for file in self.files) != self.layers:
+            raise ValueError("files and layers differ")
+        if any(tuple(table) not in ((), self.layers) for table in (self.errors, self.output_errors)):
+            raise ValueError("errors and layers differ")
+        if any(layer not in self.layers or not 0 <= expert < self.experts for layer, expert in self.wide):
+            raise ValueError("an expert with 8 bits is not in the store")
         if any(Path(file.name).name != file.name for file in self.files):
             raise ValueError("a file name leaves the folder")
         if any(
             len(table[projection]) != self.experts
-            for table in self.errors.values()
+            for table in (*self.errors.values(), *self.output_errors.values())
             for projection in PROJECTIONS
         ):
             raise ValueError(f"the error table does not hold {self.experts} experts a layer")

@@ -5,6 +5,7 @@ The folder is what an unmodified kt-kernel loads (its tensor names and bytes) pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ from ktplan.model.source import PROJECTIONS, ExpertWeights
 from ktplan.model.spec import ModelSpec
 from ktplan.progress import SILENT, Progress
 from ktplan.quant.rounding import F32, QuantizedRows, dequantize
+from ktplan.store.foreign import ForeignFolder, find_foreign, load_layer
 from ktplan.store.layout import U8, layout_for, unpack
-from ktplan.store.manifest import MANIFEST_FILE, PROGRESS_FILE, StoreFile, StoreManifest
+from ktplan.store.manifest import JOB_FILE, MANIFEST_FILE, StoreFile, StoreManifest
 
 _ALIGNMENT = 64  # bytes; what the kernels' loads ask for
 
@@ -42,8 +44,8 @@ class PackedArrays(NamedTuple):
 class ExpertStore:
     """A finished store, opened for reading. Shards are mapped when a layer is first asked for."""
 
-    def __init__(self, path: Path, manifest: StoreManifest) -> None:
-        self._path, self._manifest = path, manifest
+    def __init__(self, path: Path, manifest: StoreManifest, foreign: ForeignFolder | None = None) -> None:
+        self._path, self._manifest, self._foreign = path, manifest, foreign
         self._files = {file.layer: file for file in manifest.files}
         self._layers: dict[int, dict[str, U8]] = {}
 
@@ -51,7 +53,8 @@ class ExpertStore:
     def open(cls, path: Path) -> ExpertStore:
         """Open the folder `path`; checks `store.json` and the size of every shard, reads no weights.
 
-        Raises BadInput for a folder that is not a finished store, a shard that is missing or cut off, another version.
+        A folder that kt-kernel's converter wrote (safetensors or .kt files) opens too: see `foreign`. Raises BadInput
+        for a folder that is not a finished store, a shard that is missing or cut off, another version.
         """
         if not path.is_dir():
             what = "is not a folder" if path.exists() else "does not exist"
@@ -59,7 +62,10 @@ class ExpertStore:
                 f"{path} {what}; an expert store is a folder", hint="make one with ktplan convert-cpu"
             )
         if not (path / MANIFEST_FILE).is_file():
-            raise _unfinished(path)
+            found = None if (path / JOB_FILE).is_file() else find_foreign(path)
+            if found is None:
+                raise _unfinished(path)
+            return cls(path, found.manifest, found)
         manifest = StoreManifest.load(path)
         for file in manifest.files:
             _check_size(path / file.name, file)
@@ -74,15 +80,32 @@ class ExpertStore:
         return self._manifest
 
     @property
+    def foreign(self) -> bool:
+        """Whether another program wrote it: then its model, its rounding, its errors and digests are not known."""
+        return self._foreign is not None
+
+    @property
     def bytes(self) -> int:
         """Size of all shards."""
         return self._manifest.total_bytes
 
     def check_model(self, spec: ModelSpec) -> None:
-        """Raise BadInput where the store was made from another model than `spec` describes."""
-        if self._manifest.fingerprint != spec.fingerprint:
+        """Raise BadInput where the store was made from another model than `spec` describes.
+
+        A folder that kt-kernel wrote does not tell its model: there only sizes and layers can be compared.
+        """
+        own = self._manifest
+        if own.fingerprint is None:
+            sizes = (own.layers, own.experts, own.hidden, own.intermediate)
+            wanted = (spec.moe_layers, spec.experts, spec.hidden, spec.moe_intermediate)
+            if sizes != wanted:
+                raise BadInput(
+                    f"{self._path} holds {_sizes(*sizes)}, {spec.name} has {_sizes(*wanted)}",
+                    hint="give the folder that was made from this model",
+                )
+        elif own.fingerprint != spec.fingerprint:
             raise BadInput(
-                f"{self._path} was made from {self._manifest.model} ({_short(self._manifest.fingerprint)}), "
+                f"{self._path} was made from {own.model} ({_short(own.fingerprint)}), "
                 f"this model is {spec.name} ({_short(spec.fingerprint)})",
                 hint=f"give the store of this model, or make one with ktplan convert-cpu {spec.name} -o STORE",
             )
@@ -107,15 +130,10 @@ class ExpertStore:
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """The float32 weights that the packed expert stands for, its parts put together."""
-        shape, bits = self._manifest.shape, self._manifest.bits
         pieces: dict[str, list[F32]] = {projection: [] for projection in PROJECTIONS}
-        for part in range(shape.parts):
-            packed = self.packed(layer, expert, part)
-            for projection, (weight, scale) in zip(PROJECTIONS, packed.pairs(), strict=True):
-                levels = unpack(weight, *shape.rows_and_columns(projection), bits)
-                pieces[projection].append(
-                    dequantize(QuantizedRows(levels, scale, layout_for(bits).tile_bits))
-                )
+        for part in range(self._manifest.parts):
+            for projection, rows in self.quantized(layer, expert, part).items():
+                pieces[projection].append(dequantize(rows))
         return ExpertWeights(
             np.concatenate(pieces["gate"], axis=0),
             np.concatenate(pieces["up"], axis=0),
@@ -126,9 +144,30 @@ class ExpertStore:
         """Read every shard and compare its digest. Raises BadInput naming the first one that differs."""
         with progress.task("verifying", self.bytes, "B") as task:
             for file in self._manifest.files:
-                if sha256_file(self._path / file.name) != file.sha256:
+                if not self.digest_holds(file):
                     raise _damaged(self._path / file.name, "its digest differs from store.json")
                 task.advance(file.bytes)
+
+    def digest_holds(self, file: StoreFile) -> bool | None:
+        """Whether a shard has the digest that store.json gives; None where none is known."""
+        return None if file.sha256 is None else sha256_file(self._path / file.name) == file.sha256
+
+    def release(self, layer: int) -> None:
+        """Let a layer's map go; arrays that were given out keep it alive."""
+        self._layers.pop(layer, None)
+
+    def quantized(self, layer: int, expert: int, part: int) -> dict[str, QuantizedRows]:
+        """Levels and scales of one part of an expert by projection."""
+        shape = self._manifest.shape
+        bits = shape.bits_of(layer, expert)
+        return {
+            projection: QuantizedRows(
+                unpack(weight, *shape.rows_and_columns(projection), bits), scale, layout_for(bits).tile_bits
+            )
+            for projection, (weight, scale) in zip(
+                PROJECTIONS, self.packed(layer, expert, part).pairs(), strict=True
+            )
+        }
 
     def _layer(self, layer: int) -> dict[str, U8]:
         if layer not in self._layers:
@@ -142,6 +181,8 @@ class ExpertStore:
                 f"{self._path} has no experts of layer {layer}; its layers are {format_ranges(self._manifest.layers)}",
                 hint="this store belongs to another model",
             )
+        if self._foreign is not None:
+            return load_layer(self._foreign, layer)
         path = self._path / file.name
         _check_size(path, file)
         found = read_header(path).tensors
@@ -158,14 +199,14 @@ class ExpertStore:
 
 
 def _unfinished(path: Path) -> BadInput:
-    if (path / PROGRESS_FILE).is_file():
+    if (path / JOB_FILE).is_file():
         return BadInput(
             f"{path} is an unfinished conversion: there is no {MANIFEST_FILE} yet",
-            hint="run the same ktplan convert-cpu command again, it goes on where it stopped",
+            hint=f"ktplan convert-cpu --resume {path} goes on where it stopped",
         )
     return BadInput(
         f"{path} is not a finished expert store: there is no {MANIFEST_FILE}",
-        hint="make one with ktplan convert-cpu; kt-kernel's own folders lack the facts that ktplan needs",
+        hint="make one with ktplan convert-cpu; a folder that kt-kernel's converter wrote would do as well",
     )
 
 
@@ -180,6 +221,10 @@ def _check_size(path: Path, file: StoreFile) -> None:
 
 def _damaged(path: Path, why: str) -> BadInput:
     return BadInput(f"{path} is damaged: {why}", hint="copy the store again or convert the model again")
+
+
+def _sizes(layers: Sequence[int], experts: int, hidden: int, intermediate: int) -> str:
+    return f"layers {format_ranges(layers)} of {experts} experts, {hidden} x {intermediate}"
 
 
 def _short(fingerprint: str) -> str:

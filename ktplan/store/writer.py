@@ -55,7 +55,7 @@ def shard_header(shape: StoreShape, layer: int, facts: Mapping[str, str]) -> byt
 
 def shard_bytes(shape: StoreShape, layer: int, facts: Mapping[str, str]) -> int:
     """Size of a layer's file."""
-    return len(shard_header(shape, layer, facts)) + shape.experts * shape.expert_bytes
+    return len(shard_header(shape, layer, facts)) + shape.layer_bytes(layer)
 
 
 class ShardWriter:
@@ -69,8 +69,9 @@ class ShardWriter:
         self._bytes = shard_bytes(shape, layer, facts)
         self._written = 0
         self._digest = hashlib.sha256()
+        self._handle: int | None = None
         try:
-            self._file = path.open("wb", buffering=0)
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as fault:
             raise cannot_write(path, fault) from fault
         self._put(shard_header(shape, layer, facts))
@@ -81,18 +82,35 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.close()
 
-    def add(self, arrays: Iterable[U8 | F32]) -> None:
-        """The next expert: for each part three packed weights and three scales."""
+    def close(self) -> None:
+        """Close the file, whole or not."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            os.close(handle)
+
+    def add(self, arrays: Iterable[U8 | F32]) -> int:
+        """The next expert: for each part three packed weights and three scales, or all in one. Returns their bytes."""
+        before = self._written
         for array in arrays:
             self._put(array.data.cast("B"))
+        return self._written - before
+
+    def flush(self) -> None:
+        """Have the disk take what was written so far; may run while more is written."""
+        try:
+            if self._handle is not None:
+                os.fdatasync(self._handle)
+        except OSError as fault:
+            raise self._trouble(fault) from fault
 
     def finish(self, name: str) -> StoreFile:
         """Make the file durable; `name` is what it will be called."""
         assert self._written == self._bytes, f"layer {self._layer}: {self._written} of {self._bytes} bytes"
+        assert self._handle is not None
         try:
-            os.fsync(self._file.fileno())
+            os.fsync(self._handle)
         except OSError as fault:
             raise self._trouble(fault) from fault
         return StoreFile(
@@ -103,9 +121,10 @@ class ShardWriter:
         left = memoryview(data)
         self._digest.update(left)
         self._written += len(left)
+        assert self._handle is not None
         try:
             while left:
-                left = left[self._file.write(left) :]
+                left = left[os.write(self._handle, left) :]
         except OSError as fault:
             raise self._trouble(fault) from fault
 
@@ -124,6 +143,6 @@ def write_index(folder: Path, manifest: StoreManifest) -> None:
     """The index beside the shards, as Hugging Face tools know it."""
     shape = manifest.shape
     places = {tensor.name: file.name for file in manifest.files for tensor in shape.layer_tensors(file.layer)}
-    size = len(manifest.layers) * shape.experts * shape.expert_bytes
+    size = sum(map(shape.layer_bytes, manifest.layers))
     body = {"metadata": {"total_size": size}, "weight_map": places}
     write_whole(folder / INDEX_FILE, (json.dumps(body, indent=1, sort_keys=True) + "\n").encode())

@@ -1,5 +1,5 @@
-// ktplan._native: the kernels for Python. Arrays come in through DLPack or the buffer protocol and are not copied; every
-// argument is checked here, and nothing below throws.
+// ktplan._native: the kernels for Python. Arrays come in through DLPack or the buffer protocol and are not copied;
+// every argument is checked here, and nothing below throws.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -9,13 +9,17 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 #include "ktplan/isa.h"
 #include "ktplan/moe.h"
+#include "ktplan/quantize.h"
 #include "ktplan/threads.h"
 
 namespace nb = nanobind;
@@ -30,7 +34,7 @@ using WritableArray = nb::ndarray<>;
 std::string kind_of(nb::handle h) { return nb::cast<std::string>(nb::handle(h.type()).attr("__name__")); }
 
 std::string words(nb::dlpack::dtype t) {
-  const char* kind = t.code == static_cast<std::uint8_t>(dtype_code::Float)  ? "float"
+  const char* kind = t.code == static_cast<std::uint8_t>(dtype_code::Float)    ? "float"
                      : t.code == static_cast<std::uint8_t>(dtype_code::Bfloat) ? "bfloat"
                      : t.code == static_cast<std::uint8_t>(dtype_code::Int)    ? "int"
                      : t.code == static_cast<std::uint8_t>(dtype_code::UInt)   ? "uint"
@@ -59,21 +63,23 @@ Any array_from(nb::handle h, const std::string& name) {
   Any array;
   if (!nb::try_cast<Any>(h, array)) {
     const std::string message =
-        name + ": expected an array (numpy, or one with __dlpack__ such as a torch tensor without gradient), got " + kind_of(h) +
-        (std::is_same_v<Any, WritableArray> ? " or a read-only array" : "");
+        name + ": expected an array (numpy, or one with __dlpack__ such as a torch tensor without gradient), got " +
+        kind_of(h) + (std::is_same_v<Any, WritableArray> ? " or a read-only array" : "");
     throw nb::type_error(message.c_str());
   }
   if (array.device_type() != nb::device::cpu::value) wrong(name, "an array in CPU memory", "one on another device");
   std::int64_t stride = 1;
   for (std::size_t i = array.ndim(); i-- > 0;) {
-    if (array.shape(i) != 1 && array.stride(i) != stride && array.size() != 0) wrong(name, "an array in C order (contiguous)", "one with gaps or another order");
+    if (array.shape(i) != 1 && array.stride(i) != stride && array.size() != 0)
+      wrong(name, "an array in C order (contiguous)", "one with gaps or another order");
     stride *= static_cast<std::int64_t>(array.shape(i));
   }
   return array;
 }
 
 template <typename Any>
-void check(const Any& array, const std::string& name, dtype_code code, int bits, std::initializer_list<std::size_t> shape) {
+void check(const Any& array, const std::string& name, dtype_code code, int bits,
+           std::initializer_list<std::size_t> shape) {
   std::string want = "[";
   bool same = array.ndim() == shape.size();
   std::size_t i = 0;
@@ -90,7 +96,8 @@ void check(const Any& array, const std::string& name, dtype_code code, int bits,
 const KernelTable& table_named(const std::string& isa) {
   const Candidate* candidate = find_candidate(isa);
   if (candidate == nullptr) wrong("isa", "the name of a set of kernels in this build", "'" + isa + "'");
-  if (!candidate->missing.empty()) throw nb::value_error(("isa: " + isa + " cannot run here: " + candidate->missing).c_str());
+  if (!candidate->missing.empty())
+    throw nb::value_error(("isa: " + isa + " cannot run here: " + candidate->missing).c_str());
   return *candidate->table;
 }
 
@@ -120,23 +127,27 @@ struct PreparedCall {
 
 class LayerHandle {
  public:
-  LayerHandle(const nb::list& parts, std::size_t hidden, std::size_t bits, std::shared_ptr<Pool> pool, const std::string& isa,
-              int activation_bits, const std::string& numerics)
+  LayerHandle(const nb::list& parts, std::size_t hidden, std::size_t bits, std::shared_ptr<Pool> pool,
+              const std::string& isa, int activation_bits, const std::string& numerics)
       : pool_(std::move(pool)) {
     layer_.kernels = &table_named(isa);
     layer_.layout = layout_for(bits);
     layer_.hidden = hidden;
     layer_.activation_bits = checked_activation_bits(activation_bits);
     layer_.numerics = numerics_named(numerics);
-    if (layer_.numerics == Numerics::kUpstream && activation_bits != 8) wrong("activation_bits", "8 with numerics 'upstream'", "16");
+    if (layer_.numerics == Numerics::kUpstream && activation_bits != 8)
+      wrong("activation_bits", "8 with numerics 'upstream'", "16");
     check_width("hidden", hidden);
     if (parts.size() == 0) wrong("parts", "at least one part", "none");
     for (std::size_t p = 0; p < parts.size(); ++p) add_part(nb::cast<nb::list>(parts[p]), p);
   }
 
   PreparedCall prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) const {
-    PreparedCall p{array_from<Array>(hidden, "hidden"), array_from<Array>(ids, "top_k_index"),
-                   array_from<Array>(weights, "top_k_weights"), array_from<WritableArray>(out, "out"), {}};
+    PreparedCall p{array_from<Array>(hidden, "hidden"),
+                   array_from<Array>(ids, "top_k_index"),
+                   array_from<Array>(weights, "top_k_weights"),
+                   array_from<WritableArray>(out, "out"),
+                   {}};
     const nb::dlpack::dtype type = p.hidden.dtype();
     const bool bfloat16 = is_type(type, dtype_code::Bfloat, 16) || is_type(type, dtype_code::UInt, 16);
     if (!bfloat16 && !is_type(type, dtype_code::Float, 32)) {
@@ -187,11 +198,13 @@ class LayerHandle {
   void add_part(const nb::list& experts, std::size_t p) {
     if (p == 0) layer_.experts = experts.size();
     if (experts.size() != layer_.experts) {
-      wrong("parts[" + std::to_string(p) + "]", std::to_string(layer_.experts) + " experts", std::to_string(experts.size()));
+      wrong("parts[" + std::to_string(p) + "]", std::to_string(layer_.experts) + " experts",
+            std::to_string(experts.size()));
     }
     layer_.intermediate.push_back(0);
     for (std::size_t e = 0; e < experts.size(); ++e) add_expert(experts[e], p, e);
-    if (layer_.intermediate[p] == 0) layer_.intermediate[p] = layer_.layout.k_multiple;  // no expert here: any width does
+    if (layer_.intermediate[p] == 0)
+      layer_.intermediate[p] = layer_.layout.k_multiple;  // no expert here: any width does
   }
 
   void add_expert(nb::handle packed, std::size_t p, std::size_t e) {
@@ -210,7 +223,8 @@ class LayerHandle {
       expert.down = projection(six[4], six[5], where + "down", layer_.hidden, intermediate);
     }
     if (p != 0 && expert.present() != layer_.at(0, e).present()) {
-      wrong("parts[" + std::to_string(p) + "][" + std::to_string(e) + "]", "an expert in every part or in none", "one in some");
+      wrong("parts[" + std::to_string(p) + "][" + std::to_string(e) + "]", "an expert in every part or in none",
+            "one in some");
     }
     layer_.weights.push_back(expert);
   }
@@ -220,7 +234,9 @@ class LayerHandle {
     Array scales = array_from<Array>(scale, name + "_scale");
     if (packed.dtype().bits != 8) wrong(name, "int8 or uint8", words(packed.dtype()));
     if (packed.ndim() != 1 || packed.size() != layer_.layout.packed_bytes(n, k)) {
-      wrong(name, "shape [" + std::to_string(layer_.layout.packed_bytes(n, k)) + "] (" + std::to_string(n) + " rows of " + std::to_string(k) + " inputs)",
+      wrong(name,
+            "shape [" + std::to_string(layer_.layout.packed_bytes(n, k)) + "] (" + std::to_string(n) + " rows of " +
+                std::to_string(k) + " inputs)",
             shape_of(packed));
     }
     check(scales, name + "_scale", dtype_code::Float, 32, {n});
@@ -252,11 +268,13 @@ class Job {
   }
 
   ~Job() {
+    if (process_ != getpid()) return;  // the thread that would finish it stayed with the parent of fork()
     const nb::gil_scoped_release unlocked;
     await();
   }
 
   void wait() {
+    if (process_ != getpid()) throw std::runtime_error("this work was submitted before fork(), in another process");
     {
       const nb::gil_scoped_release unlocked;
       await();
@@ -273,6 +291,7 @@ class Job {
   PreparedCall prepared_;
   std::exception_ptr error_;
   std::atomic<int> done_{0};
+  const pid_t process_ = getpid();
 };
 
 // --- For tests: single steps of one set of kernels ---
@@ -286,7 +305,8 @@ nb::ndarray<nb::numpy, T> new_array(std::vector<T>&& values, std::vector<std::si
 
 Array float_matrix(nb::handle h, const char* name, std::size_t multiple) {
   Array x = array_from<Array>(h, name);
-  if (x.ndim() != 2 || x.shape(1) % multiple != 0) wrong(name, "shape [rows, a multiple of " + std::to_string(multiple) + "]", shape_of(x));
+  if (x.ndim() != 2 || x.shape(1) % multiple != 0)
+    wrong(name, "shape [rows, a multiple of " + std::to_string(multiple) + "]", shape_of(x));
   check(x, name, dtype_code::Float, 32, {x.shape(0), x.shape(1)});
   return x;
 }
@@ -300,7 +320,8 @@ QuantizedRows quantized(const KernelTable& table, const Array& x, int bits, Nume
   const std::size_t k = x.shape(1), stride = table.row_bytes(k, bits);
   QuantizedRows out{std::vector<std::uint8_t>(stride * x.shape(0)), {}};
   for (std::size_t r = 0; r < x.shape(0); ++r) {
-    out.rows.push_back(table.quantize(static_cast<const float*>(x.data()) + r * k, k, bits, numerics, out.bytes.data() + r * stride));
+    out.rows.push_back(
+        table.quantize(static_cast<const float*>(x.data()) + r * k, k, bits, numerics, out.bytes.data() + r * stride));
   }
   return out;
 }
@@ -315,12 +336,13 @@ nb::tuple quantize(const std::string& isa, nb::handle array, int bits, const std
     table.levels(q.rows[r], x.shape(1), bits, levels.data() + r * x.shape(1));
     scales.push_back(q.rows[r].scale);
   }
-  return nb::make_tuple(new_array(std::move(levels), {x.shape(0), x.shape(1)}), new_array(std::move(scales), {x.shape(0)}));
+  return nb::make_tuple(new_array(std::move(levels), {x.shape(0), x.shape(1)}),
+                        new_array(std::move(scales), {x.shape(0)}));
 }
 
 // The exact integer products of the quantized rows of x with all n columns of a packed projection.
-nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle array, nb::handle packed_array, std::size_t n, std::size_t bits,
-                                          int activation_bits) {
+nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle array, nb::handle packed_array,
+                                          std::size_t n, std::size_t bits, int activation_bits) {
   const KernelTable& table = table_named(isa);
   const Layout& layout = layout_for(bits);
   const Array x = float_matrix(array, "x", layout.k_multiple);
@@ -328,14 +350,16 @@ nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle arr
   const std::size_t k = x.shape(1);
   if (n % kStepRows != 0) wrong("n", "a multiple of 32", std::to_string(n));
   if (packed.size() != layout.packed_bytes(n, k) || packed.dtype().bits != 8) {
-    wrong("packed", std::to_string(layout.packed_bytes(n, k)) + " bytes", shape_of(packed) + " of " + words(packed.dtype()));
+    wrong("packed", std::to_string(layout.packed_bytes(n, k)) + " bytes",
+          shape_of(packed) + " of " + words(packed.dtype()));
   }
   const QuantizedRows q = quantized(table, x, checked_activation_bits(activation_bits), Numerics::kKtplan);
   const ProjectKernels& kernels = table.projections(activation_bits, bits);
   const std::vector<float> scale(n, 1.0f);
   std::vector<std::int64_t> out(x.shape(0) * n), block(kernels.max_rows * kStepRows);
   for (std::size_t step = 0; step < n / kStepRows; ++step) {
-    const WeightStep weights = step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale.data(), n, layout.row_bytes(k), step);
+    const WeightStep weights =
+        step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale.data(), n, layout.row_bytes(k), step);
     for (std::size_t first = 0; first < q.rows.size(); first += kernels.max_rows) {
       const std::size_t count = std::min(kernels.max_rows, q.rows.size() - first);
       std::vector<const Row*> rows;
@@ -373,6 +397,58 @@ std::vector<std::tuple<std::string, std::string, std::string>> tables() {
   return out;
 }
 
+// Quantizes and packs; each task is (matrix [N, K] whose rows may lie apart, packed, scale). Returns for each whether all its
+// values are finite, and the sums over its rows, in order, of squared errors and of squared weights.
+std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& isa, Pool& pool, const nb::list& tasks, int bits,
+                                                           const std::string& rounding, nb::handle multipliers) {
+  table_named(isa);
+  const QuantizeTable* table = find_quantize_table(isa.c_str());
+  if (table == nullptr) wrong("isa", "a set of kernels that quantizes", isa);
+  if (bits != 8 && bits != 4 && bits != 2) wrong("bits", "8, 4 or 2", std::to_string(bits));
+  if (rounding != "kt" && rounding != "mse") wrong("rounding", "'kt' or 'mse'", rounding);
+  const Array grid = array_from<Array>(multipliers, "multipliers");
+  check(grid, "multipliers", dtype_code::UInt, 16, {grid.size()});
+  if (grid.size() == 0) wrong("multipliers", "at least one", "none");
+  const Layout& layout = bits == 8 ? kInt8Layout : kInt4Layout;
+  std::vector<Array> kept;
+  std::vector<QuantizeTask> work;
+  std::vector<std::vector<RowError>> errors;
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const auto given = nb::cast<nb::tuple>(tasks[i]);
+    if (given.size() != 3) wrong("tasks", "three arrays each", std::to_string(given.size()));
+    Array matrix = nb::cast<Array>(given[0]);
+    WritableArray packed = array_from<WritableArray>(given[1], "packed"), scale = array_from<WritableArray>(given[2], "scale");
+    const bool bfloat16 = is_type(matrix.dtype(), dtype_code::UInt, 16);
+    if (!bfloat16 && !is_type(matrix.dtype(), dtype_code::Float, 32)) wrong("matrix", "float32, or bfloat16 as uint16", words(matrix.dtype()));
+    if (matrix.ndim() != 2 || matrix.stride(1) != 1 || matrix.stride(0) < static_cast<std::int64_t>(matrix.shape(1))) {
+      wrong("matrix", "two dimensions, rows without gaps", shape_of(matrix));
+    }
+    const std::size_t n = matrix.shape(0), k = matrix.shape(1);
+    if (n == 0 || n % kStepRows != 0 || k == 0 || k % layout.k_multiple != 0 || k > kMaxInputs) {
+      wrong("matrix", "a multiple of 32 rows and of " + std::to_string(layout.k_multiple) + " columns", shape_of(matrix));
+    }
+    check(packed, "packed", dtype_code::UInt, 8, {layout.packed_bytes(n, k)});
+    check(scale, "scale", dtype_code::Float, 32, {n});
+    errors.emplace_back(n);
+    work.push_back(QuantizeTask{WeightMatrix{matrix.data(), bfloat16, n, k, static_cast<std::size_t>(matrix.stride(0))},
+                                static_cast<std::uint8_t*>(packed.data()), static_cast<float*>(scale.data()), errors.back().data()});
+    kept.push_back(std::move(matrix));
+  }
+  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size()};
+  const auto finite = std::make_unique<bool[]>(work.size());
+  {
+    const nb::gil_scoped_release unlocked;
+    quantize_all(*table, rule, work.data(), work.size(), finite.get(), pool);
+  }
+  std::vector<std::tuple<bool, double, double>> found;
+  for (std::size_t i = 0; i < work.size(); ++i) {
+    RowError total{0.0, 0.0};
+    for (const RowError& row : errors[i]) total.error += row.error, total.energy += row.energy;
+    found.emplace_back(finite[i], total.error, total.energy);
+  }
+  return found;
+}
+
 std::shared_ptr<Pool> new_pool(int threads, int spin_us) {
   if (threads < 1 || threads > 1024) wrong("threads", "1 to 1024", std::to_string(threads));
   if (spin_us < 0 || spin_us > 1000000) wrong("spin_us", "0 to 1000000", std::to_string(spin_us));
@@ -388,8 +464,11 @@ NB_MODULE(_native, m) {
   m.def("tables", &tables);
   m.def("cpu_features", [] { return CpuFeatures::detect().names(); });
   m.def("quantize", &quantize, nb::arg("isa"), nb::arg("x"), nb::arg("bits"), nb::arg("numerics"));
-  m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"), nb::arg("activation_bits"));
+  m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"),
+        nb::arg("activation_bits"));
   m.def("swiglu", &swiglu, nb::arg("isa"), nb::arg("gate"), nb::arg("up"));
+  m.def("pack_weights", &pack_weights, nb::arg("isa"), nb::arg("pool"), nb::arg("tasks"), nb::arg("bits"), nb::arg("rounding"),
+        nb::arg("multipliers"));
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
 
   nb::class_<Pool>(m, "Pool")
@@ -400,16 +479,19 @@ NB_MODULE(_native, m) {
   nb::class_<Job>(m, "Job").def("wait", &Job::wait).def_prop_ro("done", &Job::done);
 
   nb::class_<LayerHandle>(m, "Layer")
-      .def(nb::init<const nb::list&, std::size_t, std::size_t, std::shared_ptr<Pool>, const std::string&, int, const std::string&>(),
-           nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("pool"), nb::arg("isa"), nb::arg("activation_bits"),
-           nb::arg("numerics"))
-      .def("forward", &LayerHandle::run, nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
-      .def("submit",
-           [](nb::object self, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) {
-             PreparedCall prepared = nb::cast<const LayerHandle&>(self).prepare(hidden, ids, weights, out);
-             return std::make_unique<Job>(std::move(self), std::move(prepared));
-           },
-           nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
+      .def(nb::init<const nb::list&, std::size_t, std::size_t, std::shared_ptr<Pool>, const std::string&, int,
+                    const std::string&>(),
+           nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("pool"), nb::arg("isa"),
+           nb::arg("activation_bits"), nb::arg("numerics"))
+      .def("forward", &LayerHandle::run, nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
+           nb::arg("out"))
+      .def(
+          "submit",
+          [](nb::object self, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) {
+            PreparedCall prepared = nb::cast<const LayerHandle&>(self).prepare(hidden, ids, weights, out);
+            return std::make_unique<Job>(std::move(self), std::move(prepared));
+          },
+          nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
       .def("read", &LayerHandle::read)
       .def_prop_ro("intermediate", [](const LayerHandle& self) { return self.layer().intermediate; })
       .def_prop_ro("isa", &LayerHandle::isa);

@@ -1,8 +1,8 @@
 // AVX2 kernels: 8- or 16-bit activations, int8 or int4 weights.
 //
-//   vpmaddubsw saturates, so both operands are widened to int16 and vpmaddwd adds pairs into 32 bits, exactly. Widening the
-//   weights is shared by the rows, and 16-bit activations then cost no more than 8-bit ones. Their pair sums are below
-//   2 * 32639 * 128, so 256 of them fit an int32; then they move to doubles, which hold any sum here exactly.
+//   vpmaddubsw saturates, so both operands are widened to int16 and vpmaddwd adds pairs into 32 bits, exactly. Widening
+//   the weights is shared by the rows, and 16-bit activations then cost no more than 8-bit ones. Their pair sums are
+//   below 2 * 32639 * 128, so 256 of them fit an int32; then they move to doubles, which hold any sum here exactly.
 //
 // A quantized row: one int16 level an input. Read with layout.h and numerics.h.
 
@@ -18,6 +18,7 @@ namespace {
 using namespace numerics;
 
 constexpr int kMaxRows = 4;
+constexpr std::size_t kLookAhead = 8192;  // bytes; reading in turns from two tiles defeats the hardware's prefetching
 constexpr std::size_t kWordsExact = 256;  // four-input words whose sums of 16-bit levels fit an int32
 
 std::size_t row_bytes(std::size_t k, int) noexcept { return 2 * k; }
@@ -73,9 +74,15 @@ void levels(const Row& row, std::size_t k, int, std::int32_t* out) noexcept {
   return _mm256_set1_epi64x(value);
 }
 
+// Into the second-level cache.
+[[gnu::always_inline]] inline void prefetch(const std::uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+}
+
 // Adds four inputs of four columns (16 bytes) for every row.
 template <int kRows, int kQuads>
-[[gnu::always_inline]] inline void multiply(__m256i (&sums)[kRows][kQuads], int quad, __m128i bytes, const __m256i (&a)[kRows]) {
+[[gnu::always_inline]] inline void multiply(__m256i (&sums)[kRows][kQuads], int quad, __m128i bytes,
+                                            const __m256i (&a)[kRows]) {
   const __m256i w = _mm256_cvtepi8_epi16(bytes);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) sums[r][quad] = _mm256_add_epi32(sums[r][quad], _mm256_madd_epi16(w, a[r]));
@@ -84,6 +91,7 @@ template <int kRows, int kQuads>
 // Adds the 32-bit sums of column pairs to the totals and clears them.
 template <int kRows, int kQuads>
 [[gnu::always_inline]] inline void flush(__m256i (&sums)[kRows][kQuads], double* totals) {
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
     for (int q = 0; q < kQuads; ++q) {
@@ -97,7 +105,8 @@ template <int kRows, int kQuads>
   }
 }
 
-// totals[row][column] for 4 * kQuads columns from `first_quad` on.
+// totals[row][column] for 4 * kQuads columns from `first_quad` on. Every loop that indexes `sums` is unrolled, or the
+// compiler would keep them in memory.
 template <std::size_t kBits, int kRows, int kQuads>
 [[gnu::noinline]] void dot_columns(const WeightStep& step, const Row* const* rows, int first_quad, double* totals) {
   constexpr Layout layout = kBits == 8 ? kInt8Layout : kInt4Layout;
@@ -114,6 +123,10 @@ template <std::size_t kBits, int kRows, int kQuads>
     const std::uint8_t* const end = w + segment.row_bytes * kStepRows;
     for (; w != end; w += 2 * kTileBytes) {
       for (int word = 0; word < 16; ++word) {
+        if (first_quad == 0) {
+          prefetch(w + kLookAhead + word * 128);
+          prefetch(w + kLookAhead + word * 128 + 64);
+        }
         __m256i a[kRows], b[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
@@ -173,7 +186,8 @@ void project(const WeightStep& step, const Row* const* rows, std::size_t count, 
     const __m256 row_scale = _mm256_set1_ps(rows[r]->scale);
     for (std::size_t c = 0; c < kStepRows; c += 8) {
       const double* from = totals + r * kStepRows + c;
-      const __m256 dot = _mm256_set_m128(_mm256_cvtpd_ps(_mm256_loadu_pd(from + 4)), _mm256_cvtpd_ps(_mm256_loadu_pd(from)));
+      const __m256 dot =
+          _mm256_set_m128(_mm256_cvtpd_ps(_mm256_loadu_pd(from + 4)), _mm256_cvtpd_ps(_mm256_loadu_pd(from)));
       const __m256 scale = _mm256_mul_ps(row_scale, _mm256_loadu_ps(step.scale + c));
       _mm256_storeu_ps(out + r * stride + c, _mm256_mul_ps(scale, dot));
     }

@@ -1,37 +1,39 @@
 // AVX-512 VNNI kernels: 8- or 16-bit activations, int8 or int4 weights.
 //
-//   vpdpbusd takes unsigned times signed bytes, four products a lane. The signed operand may be a dword broadcast from memory,
-//   so that one is the activations; the weights get 128 added (one exclusive or a load, nothing for int4), and
+//   vpdpbusd takes unsigned times signed bytes, four products a lane. The signed operand may be a dword broadcast from
+//   memory, so that one is the activations; the weights get 128 added (one exclusive or a load, nothing for int4), and
 //   128 * sum(activations), known once a row, is taken off at the end. Nothing about the weights has to be precomputed.
 //
-//   A 16-bit level is 256 * high + low with both bytes signed: two rows of 8 bits to the inner loop. The 32-bit sums are exact;
-//   256 * high + low is formed in double, exactly, and rounded once.
+//   A 16-bit level is 256 * high + low with both bytes signed: two rows of 8 bits to the inner loop. The 32-bit sums
+//   are exact; 256 * high + low is formed in double, exactly, and rounded once.
 //
-// A quantized row: for each four inputs one dword (8 bits), or the dword of high bytes and then that of low bytes (16 bits).
-// Read with layout.h and numerics.h.
+// A quantized row: for each four inputs one dword (8 bits), or the dword of high bytes and then that of low bytes (16
+// bits). Read with layout.h and numerics.h.
 
 #include <immintrin.h>
+
+#include <utility>
 
 #include "ktplan/kernels.h"
 #include "ktplan/numerics.h"
 #include "ktplan/tables.h"
+
+#define INLINE __attribute__((always_inline))  // also for lambdas, which take no other spelling
 
 namespace ktplan::avx512_vnni {
 namespace {
 
 using namespace numerics;
 
-template <int kPlanes, std::size_t kBits>
-constexpr int kMaxRows = 12 / kPlanes;  // 12 rows x 2 tiles of accumulators, 2 weights, the rest for broadcasts
+// Rows of a call: 6 x 2 planes x 2 tiles of sums, 2 weights, the rest for broadcasts. With one plane each further row
+// costs a pointer, and the compiler runs out of those above 7.
+template <int kPlanes>
+constexpr int kMaxRows = kPlanes == 1 ? 7 : 6;
 
-#ifndef INORDER
-#define INORDER 2
-#endif
-#ifndef NEAR
-#define NEAR 4096
-#endif
-constexpr int kInOrderRows = INORDER;       // rows times planes up to which the weights are read strictly in order
-constexpr std::size_t kNear = NEAR;  // how far ahead the others prefetch
+// Rows times planes up to which the weights are read strictly in order; measured on Zen 4.
+template <std::size_t kBits>
+constexpr int kInOrderRows = kBits == 8 ? 2 : 1;
+constexpr std::size_t kLookAhead = 8192;  // bytes; 6 to 16 KB are equally good, 4 KB and less are not
 
 std::size_t row_bytes(std::size_t k, int bits) noexcept { return bits == 8 ? k : 2 * k; }
 
@@ -98,7 +100,8 @@ void levels(const Row& row, std::size_t k, int bits, std::int32_t* out) noexcept
   return _mm512_set1_epi32(value);
 }
 
-// 64 bytes of weights as level + 128: 16 columns x 4 inputs (int8), or the inputs of the low and those of the high nibbles.
+// 64 bytes of weights as level + 128: 16 columns x 4 inputs (int8), or the inputs of the low and those of the high
+// nibbles.
 template <std::size_t kBits>
 struct Levels {
   __m512i of[8 / kBits];
@@ -117,87 +120,80 @@ template <std::size_t kBits>
   }
 }
 
-[[gnu::always_inline]] inline void prefetch_near(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-[[gnu::always_inline]] inline void prefetch_far(const std::uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+// Into the second-level cache.
+[[gnu::always_inline]] inline void prefetch(const std::uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+}
+
+// f(0) ... f(kCount - 1), each index a constant: sums indexed by it stay in registers, which a loop does not promise.
+template <int kCount, typename F>
+[[gnu::always_inline]] inline void each(F f) {
+  [&]<int... i>(std::integer_sequence<int, i...>)
+      INLINE { (f(std::integral_constant<int, i>{}), ...); }(std::make_integer_sequence<int, kCount>{});
+}
 
 template <int kRows, int kPlanes>
 using Sums = __m512i[kRows][kPlanes][2];
 
-// One k-step (2 KB of weights) for few rows: tile after tile, so that memory is read strictly in order. `a`: bytes of a row in
-// the k-step's first word.
+// One k-step (2 KB of weights) for few rows: tile after tile, so that memory is read strictly in order; the hardware's
+// prefetching then needs no help. `at`: where the rows' inputs of this k-step begin.
 template <int kRows, int kPlanes, std::size_t kBits>
-[[gnu::always_inline]] inline void step_in_order(Sums<kRows, kPlanes>& sums, const std::uint8_t* w, const std::uint8_t* const (&row)[kRows],
-                                                 std::size_t at) {
-#pragma GCC unroll 2
-  for (int tile = 0; tile < 2; ++tile) {
-#pragma GCC unroll 16
-    for (int word = 0; word < 16; ++word) {
+[[gnu::always_inline]] inline void step_in_order(Sums<kRows, kPlanes>& sums, const std::uint8_t* w,
+                                                 const std::uint8_t* const (&row)[kRows], std::size_t at) {
+  each<2>([&](auto tile) INLINE {
+    each<16>([&](auto word) INLINE {
       const Levels<kBits> levels = load<kBits>(w + tile * kTileBytes + word * 64);
-#ifdef SPF
-      prefetch_near(w + SPF + tile * kTileBytes + word * 64);
-#endif
-#pragma GCC unroll 2
-      for (int half = 0; half < static_cast<int>(8 / kBits); ++half) {
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-          for (int p = 0; p < kPlanes; ++p) {
-            const __m512i a = broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
-            sums[r][p][tile] = _mm512_dpbusd_epi32(sums[r][p][tile], levels.of[half], a);
-          }
-        }
-      }
-    }
-  }
+      each<8 / kBits>([&](auto half) INLINE {
+        each<kRows * kPlanes>([&](auto i) INLINE {
+          constexpr int r = i / kPlanes, p = i % kPlanes;
+          const __m512i a = broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
+          sums[r][p][tile] = _mm512_dpbusd_epi32(sums[r][p][tile], levels.of[half], a);
+        });
+      });
+    });
+  });
 }
 
-// One k-step for many rows: both tiles at once, so that a broadcast serves two products. The interleaved reading defeats the
-// hardware's prefetching, so lines are asked for in order, kNear bytes ahead.
+// One k-step for many rows: both tiles at once, so that a broadcast serves two products. Reading in turns from two
+// places defeats the hardware's prefetching, so lines are asked for here, in order.
 template <int kRows, int kPlanes, std::size_t kBits>
-[[gnu::always_inline]] inline void step_in_pairs(Sums<kRows, kPlanes>& sums, const std::uint8_t* w, const std::uint8_t* const (&row)[kRows],
-                                                 std::size_t at) {
+[[gnu::always_inline]] inline void step_in_pairs(Sums<kRows, kPlanes>& sums, const std::uint8_t* w,
+                                                 const std::uint8_t* const (&row)[kRows], std::size_t at) {
   for (int word = 0; word < 16; ++word) {
     const Levels<kBits> first = load<kBits>(w + word * 64), second = load<kBits>(w + kTileBytes + word * 64);
-    PN(w + kNear + word * 128);
-    PN(w + kNear + word * 128 + 64);
-#pragma GCC unroll 2
-    for (int half = 0; half < static_cast<int>(8 / kBits); ++half) {
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-        for (int p = 0; p < kPlanes; ++p) {
-          const __m512i a = broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
-          sums[r][p][0] = _mm512_dpbusd_epi32(sums[r][p][0], first.of[half], a);
-          sums[r][p][1] = _mm512_dpbusd_epi32(sums[r][p][1], second.of[half], a);
-        }
-      }
-    }
+    prefetch(w + kLookAhead + word * 128);
+    prefetch(w + kLookAhead + word * 128 + 64);
+    each<8 / kBits>([&](auto half) INLINE {
+      each<kRows * kPlanes>([&](auto i) INLINE {
+        constexpr int r = i / kPlanes, p = i % kPlanes;
+        const __m512i a = broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
+        sums[r][p][0] = _mm512_dpbusd_epi32(sums[r][p][0], first.of[half], a);
+        sums[r][p][1] = _mm512_dpbusd_epi32(sums[r][p][1], second.of[half], a);
+      });
+    });
   }
 }
 
-// sums[row][plane][tile] = the dot products, exact, the offset of the weights taken off. The sums must stay in registers: every
-// loop that indexes them is unrolled, or the compiler keeps the array in memory.
+// sums[row][plane][tile] = the dot products, exact, the offset of the weights taken off.
 template <int kRows, int kPlanes, std::size_t kBits>
-[[gnu::always_inline]] inline void dot_rows(const WeightStep& step, const Row* const* rows, const Ahead& ahead, Sums<kRows, kPlanes>& sums) {
+[[gnu::always_inline]] inline void dot_rows(const WeightStep& step, const Row* const* rows, const Ahead& ahead,
+                                            Sums<kRows, kPlanes>& sums) {
   constexpr Layout layout = kBits == 8 ? kInt8Layout : kInt4Layout;
   const std::uint8_t* row[kRows];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
+  each<kRows>([&](auto r) INLINE {
     row[r] = rows[r]->bytes;
-#pragma GCC unroll 2
-    for (int p = 0; p < kPlanes; ++p) {
-      sums[r][p][0] = sums[r][p][1] = _mm512_set1_epi32(rows[r]->sums[p] * -128);
-    }
-  }
+    each<kPlanes>([&](auto p) INLINE { sums[r][p][0] = sums[r][p][1] = _mm512_set1_epi32(rows[r]->sums[p] * -128); });
+  });
   std::size_t at = 0;  // bytes of the rows consumed
   for (std::size_t kb = 0; kb * layout.block_bytes < step.row_bytes; ++kb) {
     const Segment segment = segment_at(step, layout.block_bytes, kb);
     const std::uint8_t* w = segment.bytes;
     const std::uint8_t* const end = w + segment.row_bytes * kStepRows;
-    const std::ptrdiff_t to_next = ahead.next == nullptr ? 0 : segment_at(*ahead.next, layout.block_bytes, kb).bytes - w;
+    const std::ptrdiff_t to_next =
+        ahead.next == nullptr ? 0 : segment_at(*ahead.next, layout.block_bytes, kb).bytes - w;
     for (; w != end; w += 2 * kTileBytes) {
-      for (std::size_t line = ahead.first_line; line < ahead.last_line; ++line) prefetch_far(w + to_next + 64 * line);
-      if constexpr (kRows * kPlanes <= kInOrderRows) {
+      for (std::size_t line = ahead.first_line; line < ahead.last_line; ++line) prefetch(w + to_next + 64 * line);
+      if constexpr (kRows * kPlanes <= kInOrderRows<kBits>) {
         step_in_order<kRows, kPlanes, kBits>(sums, w, row, at);
       } else {
         step_in_pairs<kRows, kPlanes, kBits>(sums, w, row, at);
@@ -218,42 +214,41 @@ template <int kRows, int kPlanes, std::size_t kBits>
 }
 
 template <int kRows, int kPlanes, std::size_t kBits>
-[[gnu::noinline]] void project_rows(const WeightStep& step, const Row* const* rows, const Ahead& ahead, float* out, std::size_t stride) {
+[[gnu::noinline]] void project_rows(const WeightStep& step, const Row* const* rows, const Ahead& ahead, float* out,
+                                    std::size_t stride) {
   Sums<kRows, kPlanes> sums;
   dot_rows<kRows, kPlanes, kBits>(step, rows, ahead, sums);
-#pragma GCC unroll 2
-  for (int tile = 0; tile < 2; ++tile) {
+  each<2>([&](auto tile) INLINE {
     const __m512 column = _mm512_loadu_ps(step.scale + 16 * tile);
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      const __m512 dot = kPlanes == 1 ? _mm512_cvtepi32_ps(sums[r][0][tile]) : combine(sums[r][0][tile], sums[r][kPlanes - 1][tile]);
+    each<kRows>([&](auto r) INLINE {
+      const __m512 dot =
+          kPlanes == 1 ? _mm512_cvtepi32_ps(sums[r][0][tile]) : combine(sums[r][0][tile], sums[r][kPlanes - 1][tile]);
       const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(rows[r]->scale), column);
       _mm512_storeu_ps(out + r * stride + 16 * tile, _mm512_mul_ps(scale, dot));
-    }
-  }
+    });
+  });
 }
 
 template <int kRows, int kPlanes, std::size_t kBits>
 void dots_rows(const WeightStep& step, const Row* const* rows, std::int64_t* out) {
   Sums<kRows, kPlanes> sums;
   dot_rows<kRows, kPlanes, kBits>(step, rows, Ahead{}, sums);
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-    for (int tile = 0; tile < 2; ++tile) {
+  each<kRows>([&](auto r) INLINE {
+    each<2>([&](auto tile) INLINE {
       alignas(64) std::int32_t high[16], low[16];
       _mm512_store_si512(high, sums[r][0][tile]);
       _mm512_store_si512(low, sums[r][kPlanes - 1][tile]);
       for (int c = 0; c < 16; ++c) {
         out[r * kStepRows + 16 * tile + c] = kPlanes == 1 ? high[c] : std::int64_t{256} * high[c] + low[c];
       }
-    }
-  }
+    });
+  });
 }
 
 // From a number of rows known only now to one known when compiling.
-template <int kPlanes, std::size_t kBits, int kRows = kMaxRows<kPlanes, kBits>>
-void project(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead& ahead, float* out, std::size_t stride) noexcept {
+template <int kPlanes, std::size_t kBits, int kRows = kMaxRows<kPlanes>>
+void project(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead& ahead, float* out,
+             std::size_t stride) noexcept {
   if (count == kRows) {
     project_rows<kRows, kPlanes, kBits>(step, rows, ahead, out, stride);
   } else if constexpr (kRows > 1) {
@@ -261,7 +256,7 @@ void project(const WeightStep& step, const Row* const* rows, std::size_t count, 
   }
 }
 
-template <int kPlanes, std::size_t kBits, int kRows = kMaxRows<kPlanes, kBits>>
+template <int kPlanes, std::size_t kBits, int kRows = kMaxRows<kPlanes>>
 void dots(const WeightStep& step, const Row* const* rows, std::size_t count, std::int64_t* out) noexcept {
   if (count == kRows) {
     dots_rows<kRows, kPlanes, kBits>(step, rows, out);
@@ -308,7 +303,8 @@ void round_bf16(float* x, std::size_t n) noexcept {
     const __mmask16 number = _mm512_cmple_epu32_mask(_mm512_and_si512(bits, magnitude), infinity);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    _mm512_storeu_si512(x + i, _mm512_mask_and_epi32(bits, number, up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    _mm512_storeu_si512(x + i,
+                        _mm512_mask_and_epi32(bits, number, up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
 }
 
@@ -354,7 +350,8 @@ std::uint64_t read(const void* bytes, std::size_t n) noexcept {
 }
 
 template <int kPlanes, std::size_t kBits>
-constexpr ProjectKernels kKernels{.project = project<kPlanes, kBits>, .dots = dots<kPlanes, kBits>, .max_rows = kMaxRows<kPlanes, kBits>};
+constexpr ProjectKernels kKernels{
+    .project = project<kPlanes, kBits>, .dots = dots<kPlanes, kBits>, .max_rows = kMaxRows<kPlanes>};
 
 }  // namespace
 

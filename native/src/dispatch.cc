@@ -15,13 +15,18 @@ std::string lacking(std::initializer_list<std::pair<bool, const char*>> needed, 
     missing += missing.empty() ? "the processor has no " : ", ";
     missing += name;
   }
-  if (missing.empty() && !os) missing = std::string("the operating system does not save the ") + registers + " registers";
+  if (missing.empty() && !os)
+    missing = std::string("the operating system does not save the ") + registers + " registers";
   return missing;
 }
 
 std::string lacking_avx512_vnni(const CpuFeatures& f) {
-  return lacking({{f.avx512f, "avx512f"}, {f.avx512bw, "avx512bw"}, {f.avx512dq, "avx512dq"}, {f.avx512vl, "avx512vl"},
-                  {f.avx512vnni, "avx512_vnni"}, {f.fma, "fma"}},
+  return lacking({{f.avx512f, "avx512f"},
+                  {f.avx512bw, "avx512bw"},
+                  {f.avx512dq, "avx512dq"},
+                  {f.avx512vl, "avx512vl"},
+                  {f.avx512vnni, "avx512_vnni"},
+                  {f.fma, "fma"}},
                  f.os_zmm, "512-bit");
 }
 

@@ -7,11 +7,11 @@
 namespace ktplan {
 namespace {
 
-constexpr std::size_t kChunkRows = 96;      // rows that share one visit of a step's weights
-constexpr std::size_t kMaxBlockRows = 16;   // no table takes more rows in a call
-constexpr std::size_t kReducePiece = 512;   // columns added at a time where there are several parts
-constexpr std::size_t kColumnBytes = 8u << 20;     // results of the down projection kept at a time, about
-constexpr std::size_t kBatchBytes = 192u << 20;    // everything kept for the tokens of one batch, about
+constexpr std::size_t kChunkRows = 96;           // rows that share one visit of a step's weights
+constexpr std::size_t kMaxBlockRows = 16;        // no table takes more rows in a call
+constexpr std::size_t kReducePiece = 512;        // columns added at a time where there are several parts
+constexpr std::size_t kColumnBytes = 8u << 20;   // results of the down projection kept at a time, about
+constexpr std::size_t kBatchBytes = 192u << 20;  // everything kept for the tokens of one batch, about
 constexpr std::size_t kKeepScratch = 256u << 20;
 
 // The tokens of one expert in one part: routes[first] .. routes[first + count - 1].
@@ -35,10 +35,10 @@ Range share(std::size_t total, std::size_t pieces, std::size_t i) {
   return {static_cast<std::uint32_t>(total * i / pieces), static_cast<std::uint32_t>(total * (i + 1) / pieces)};
 }
 
-// What block b of `pieces` prefetches: its share of the next step. A single block reads each byte once and leaves it to the
-// hardware and to the kernel's own short look-ahead.
+// What block b of `pieces` prefetches: its share of the next step. A single block reads each byte once and leaves it to
+// the hardware and to the kernel's own short look-ahead.
 Ahead ahead(const WeightStep* next, std::size_t pieces, std::size_t b) {
-  if (next == nullptr || pieces < AHEADMIN) return {};
+  if (next == nullptr || pieces < 2) return {};
   const Range lines = share(2 * kTileBytes / 64, pieces, b);
   return {next, lines.begin, lines.end};
 }
@@ -47,7 +47,9 @@ Ahead ahead(const WeightStep* next, std::size_t pieces, std::size_t b) {
 class Pass {
  public:
   Pass(const Layer& layer, const Call& call, int threads)
-      : layer_(layer), call_(call), threads_(static_cast<std::size_t>(threads)),
+      : layer_(layer),
+        call_(call),
+        threads_(static_cast<std::size_t>(threads)),
         kernels_(layer.kernels->projections(layer.activation_bits, layer.layout.bits)),
         upstream_(layer.numerics == Numerics::kUpstream) {
     group_routes();
@@ -77,7 +79,9 @@ class Pass {
   void down(const Columns& columns, const Item& item) noexcept;
   void reduce(const Columns& columns, std::uint32_t item) noexcept;
 
-  float* product(std::size_t part, std::size_t route) const { return products_[part] + route * layer_.intermediate[part]; }
+  float* product(std::size_t part, std::size_t route) const {
+    return products_[part] + route * layer_.intermediate[part];
+  }
   // Blocks of at most max_rows rows, of nearly equal size.
   std::size_t blocks(std::size_t rows) const { return (rows + kernels_.max_rows - 1) / kernels_.max_rows; }
 
@@ -87,9 +91,9 @@ class Pass {
   const ProjectKernels& kernels_;
   const bool upstream_;
 
-  std::vector<Group> groups_;             // largest first
-  std::vector<std::uint32_t> routes_;     // token of each route, by expert
-  std::vector<std::int32_t> route_of_;    // [token, choice] -> route, or -1
+  std::vector<Group> groups_;           // largest first
+  std::vector<std::uint32_t> routes_;   // token of each route, by expert
+  std::vector<std::int32_t> route_of_;  // [token, choice] -> route, or -1
   std::vector<Item> gate_up_items_;
   std::vector<Columns> columns_;
   std::size_t column_width_ = 0, token_pieces_ = 0, route_pieces_ = 0;
@@ -110,7 +114,8 @@ void Pass::group_routes() {
   const std::size_t pairs = call_.tokens * call_.choices;
   std::vector<std::uint32_t> at(layer_.experts + 1, 0);
   const auto valid = [this](std::int64_t id) {
-    return id >= 0 && id < static_cast<std::int64_t>(layer_.experts) && layer_.at(0, static_cast<std::size_t>(id)).present();
+    return id >= 0 && id < static_cast<std::int64_t>(layer_.experts) &&
+           layer_.at(0, static_cast<std::size_t>(id)).present();
   };
   for (std::size_t i = 0; i < pairs; ++i) {
     if (valid(call_.ids[i])) ++at[static_cast<std::size_t>(call_.ids[i]) + 1];
@@ -134,14 +139,16 @@ void Pass::group_routes() {
   std::stable_sort(groups_.begin(), groups_.end(), [](const Group& a, const Group& b) { return a.count > b.count; });
 }
 
-std::size_t Pass::inputs(const Group& group, bool down) const { return down ? layer_.intermediate[group.part] : layer_.hidden; }
+std::size_t Pass::inputs(const Group& group, bool down) const {
+  return down ? layer_.intermediate[group.part] : layer_.hidden;
+}
 
 std::size_t Pass::step_count(const Group& group, bool down) const {
   return (down ? layer_.hidden : layer_.intermediate[group.part]) / kStepRows;
 }
 
-// Cuts the groups' work into items of about equal cost, a dozen a thread. The cost is in cycles: what a core takes to read the
-// weights (4 bytes a cycle) or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time).
+// Cuts the groups' work into items of about equal cost, a dozen a thread. The cost is in cycles: what a core takes to
+// read the weights (4 bytes a cycle) or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time).
 std::vector<Item> Pass::cut(bool down, std::size_t step_begin, std::size_t step_end) const {
   const std::size_t planes = layer_.activation_bits / 8, matrices = down ? 1 : 2;
   const auto cost = [&](const Group& group, std::size_t rows) {
@@ -151,7 +158,8 @@ std::vector<Item> Pass::cut(bool down, std::size_t step_begin, std::size_t step_
   const auto chunks = [](const Group& group) { return (group.count + kChunkRows - 1) / kChunkRows; };
   std::size_t total = 0;
   for (const Group& group : groups_) {
-    total += chunks(group) * (std::min(step_end, step_count(group, down)) - step_begin) * cost(group, group.count / chunks(group));
+    total += chunks(group) * (std::min(step_end, step_count(group, down)) - step_begin) *
+             cost(group, group.count / chunks(group));
   }
   const std::size_t target = std::max<std::size_t>(total / (threads_ * 12), 10000);
   std::vector<Item> items;
@@ -181,7 +189,8 @@ std::size_t Pass::scratch_bytes() {
   std::size_t bytes = aligned(call_.tokens * sizeof(Row)) + call_.tokens * token_stride_;
   if (call_.bfloat16) bytes += aligned(token_pieces_ * layer_.hidden * sizeof(float));
   for (std::size_t part = 0; part < parts; ++part) {
-    product_stride_.push_back(aligned(layer_.kernels->row_bytes(layer_.intermediate[part], layer_.activation_bits)) + 64);
+    product_stride_.push_back(aligned(layer_.kernels->row_bytes(layer_.intermediate[part], layer_.activation_bits)) +
+                              64);
     bytes += aligned(routes() * sizeof(Row)) + routes() * product_stride_[part];
     bytes += aligned(routes() * layer_.intermediate[part] * sizeof(float));
   }
@@ -219,10 +228,12 @@ void Pass::quantize_tokens(std::uint32_t item) noexcept {
     const float* x = static_cast<const float*>(call_.hidden) + t * layer_.hidden;
     if (call_.bfloat16) {
       float* wide = widened_ + item * layer_.hidden;
-      layer_.kernels->widen_bf16(static_cast<const std::uint16_t*>(call_.hidden) + t * layer_.hidden, wide, layer_.hidden);
+      layer_.kernels->widen_bf16(static_cast<const std::uint16_t*>(call_.hidden) + t * layer_.hidden, wide,
+                                 layer_.hidden);
       x = wide;
     }
-    token_rows_[t] = layer_.kernels->quantize(x, layer_.hidden, layer_.activation_bits, layer_.numerics, token_bytes_ + t * token_stride_);
+    token_rows_[t] = layer_.kernels->quantize(x, layer_.hidden, layer_.activation_bits, layer_.numerics,
+                                              token_bytes_ + t * token_stride_);
   }
 }
 
@@ -243,7 +254,8 @@ void Pass::gate_up(const Item& item) noexcept {
     const WeightStep* const after_ups = step + 1 < item.step_end ? &next : nullptr;
     for (std::size_t b = 0; b < pieces; ++b) {
       const Range range = share(count, pieces, b);
-      kernels_.project(gates, rows + range.begin, range.end - range.begin, ahead(&ups, pieces, b), gate + range.begin * kStepRows, kStepRows);
+      kernels_.project(gates, rows + range.begin, range.end - range.begin, ahead(&ups, pieces, b),
+                       gate + range.begin * kStepRows, kStepRows);
     }
     for (std::size_t b = 0; b < pieces; ++b) {
       const Range range = share(count, pieces, b);
@@ -256,7 +268,8 @@ void Pass::gate_up(const Item& item) noexcept {
       table.swiglu(gate + range.begin * kStepRows, up, up, values);
       if (upstream_) table.round_bf16(up, values);
       for (std::size_t i = range.begin; i < range.end; ++i) {
-        std::memcpy(product(group.part, first + i) + step * kStepRows, up + (i - range.begin) * kStepRows, kStepRows * sizeof(float));
+        std::memcpy(product(group.part, first + i) + step * kStepRows, up + (i - range.begin) * kStepRows,
+                    kStepRows * sizeof(float));
       }
     }
   }
@@ -267,8 +280,8 @@ void Pass::quantize_products(std::uint32_t item) noexcept {
   for (std::size_t part = 0; part < products_.size(); ++part) {
     for (std::size_t route = range.begin; route < range.end; ++route) {
       product_rows_[part][route] =
-          layer_.kernels->quantize(product(part, route), layer_.intermediate[part], layer_.activation_bits, layer_.numerics,
-                                   product_bytes_[part] + route * product_stride_[part]);
+          layer_.kernels->quantize(product(part, route), layer_.intermediate[part], layer_.activation_bits,
+                                   layer_.numerics, product_bytes_[part] + route * product_stride_[part]);
     }
   }
 }
@@ -281,13 +294,16 @@ void Pass::down(const Columns& columns, const Item& item) noexcept {
   const Row* rows[kChunkRows];
   for (std::size_t i = 0; i < count; ++i) rows[i] = product_rows_[group.part] + first + i;
   for (std::size_t step = item.step_begin; step < item.step_end; ++step) {
-    const WeightStep weights = step_at(layer_.layout, expert.down.bytes, expert.down.scale, layer_.hidden, row_bytes, step);
-    const WeightStep next = step_at(layer_.layout, expert.down.bytes, expert.down.scale, layer_.hidden, row_bytes, step + 1);
+    const WeightStep weights =
+        step_at(layer_.layout, expert.down.bytes, expert.down.scale, layer_.hidden, row_bytes, step);
+    const WeightStep next =
+        step_at(layer_.layout, expert.down.bytes, expert.down.scale, layer_.hidden, row_bytes, step + 1);
     const WeightStep* const after = step + 1 < item.step_end ? &next : nullptr;
     float* out = results_ + (group.part * routes() + first) * column_width_ + step * kStepRows - columns.begin;
     for (std::size_t b = 0; b < pieces; ++b) {
       const Range range = share(count, pieces, b);
-      kernels_.project(weights, rows + range.begin, range.end - range.begin, ahead(after, pieces, b), out + range.begin * column_width_, column_width_);
+      kernels_.project(weights, rows + range.begin, range.end - range.begin, ahead(after, pieces, b),
+                       out + range.begin * column_width_, column_width_);
       for (std::size_t i = range.begin; upstream_ && i < range.end; ++i) {
         layer_.kernels->round_bf16(out + i * column_width_, kStepRows);
       }
@@ -310,7 +326,8 @@ void Pass::reduce(const Columns& columns, std::uint32_t item) noexcept {
         for (std::size_t j = 0; j < call_.choices; ++j) {
           const std::int32_t route = route_of_[t * call_.choices + j];
           if (route < 0) continue;
-          const float* y = results_ + (part * routes() + static_cast<std::size_t>(route)) * column_width_ + (c - columns.begin);
+          const float* y =
+              results_ + (part * routes() + static_cast<std::size_t>(route)) * column_width_ + (c - columns.begin);
           layer_.kernels->accumulate(to, y, call_.weights[t * call_.choices + j], n);
         }
         if (part != 0) layer_.kernels->add(out, sum, n);
@@ -330,19 +347,23 @@ void Pass::run(Pool& pool) {
     ++p;
   };
   add([](void* self, std::uint32_t i) noexcept { static_cast<Pass*>(self)->quantize_tokens(i); }, this, token_pieces_);
-  add([](void* self, std::uint32_t i) noexcept {
+  add(
+      [](void* self, std::uint32_t i) noexcept {
         auto* pass = static_cast<Pass*>(self);
         pass->gate_up(pass->gate_up_items_[i]);
       },
       this, gate_up_items_.size());
-  add([](void* self, std::uint32_t i) noexcept { static_cast<Pass*>(self)->quantize_products(i); }, this, route_pieces_);
+  add([](void* self, std::uint32_t i) noexcept { static_cast<Pass*>(self)->quantize_products(i); }, this,
+      route_pieces_);
   for (Columns& columns : columns_) {
-    add([](void* at, std::uint32_t i) noexcept {
+    add(
+        [](void* at, std::uint32_t i) noexcept {
           const auto* c = static_cast<Columns*>(at);
           c->pass->down(*c, c->items[i]);
         },
         &columns, columns.items.size());
-    add([](void* at, std::uint32_t i) noexcept {
+    add(
+        [](void* at, std::uint32_t i) noexcept {
           const auto* c = static_cast<Columns*>(at);
           c->pass->reduce(*c, i);
         },
@@ -355,7 +376,8 @@ void Pass::run(Pool& pool) {
 std::size_t batch_tokens(const Layer& layer, const Call& call) {
   std::size_t route = 0;
   for (const std::size_t intermediate : layer.intermediate) {
-    route += intermediate * sizeof(float) + layer.kernels->row_bytes(intermediate, layer.activation_bits) + 128 * sizeof(float) + 128;
+    route += intermediate * sizeof(float) + layer.kernels->row_bytes(intermediate, layer.activation_bits) +
+             128 * sizeof(float) + 128;
   }
   const std::size_t token = call.choices * route + 2 * layer.hidden + 128;
   return std::max<std::size_t>(64, kBatchBytes / token);

@@ -55,7 +55,7 @@ void wait_until(const std::atomic<std::uint32_t>& word, int spin_us, Ready ready
   }
 }
 
-constexpr std::uint64_t kOpen = 1ull << 31;  // threads may join the job
+constexpr std::uint64_t kOpen = 1ull << 31;   // threads may join the job
 constexpr std::uint64_t kInside = kOpen - 1;  // how many have
 
 }  // namespace
@@ -66,7 +66,8 @@ std::uint8_t* Scratch::take(std::size_t bytes) {
   if (bytes > size_) {
     trim(0);
     constexpr std::size_t kHuge = std::size_t{1} << 21;
-    const std::size_t size = bytes < kHuge ? (bytes + 4095) / 4096 * 4096 : (bytes + bytes / 4 + kHuge - 1) / kHuge * kHuge;
+    const std::size_t size =
+        bytes < kHuge ? (bytes + 4095) / 4096 * 4096 : (bytes + bytes / 4 + kHuge - 1) / kHuge * kHuge;
     bytes_ = static_cast<std::uint8_t*>(::operator new(size, std::align_val_t{size < kHuge ? 4096 : kHuge}));
     size_ = size;
     if (size >= kHuge) madvise(bytes_, size, MADV_HUGEPAGE);

@@ -1,4 +1,4 @@
-"""`ktplan convert-gpu` from end to end: what is in the folder, that it is right, and what an early end leaves behind."""
+"""`ktplan convert-gpu` from end to end: what is in the folder, that it is right, what an early end leaves behind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from ktplan import network
 from ktplan.convert.expert_rounding import Calibration, choose
-from ktplan.convert.gpu import GptqCheckpoint, GpuOptions, convert_gpu, plan_gpu
 from ktplan.convert.gptq_folder import unquantized
-from ktplan.errors import BadInput, BadUsage, DoesNotFit
+from ktplan.convert.gpu import GptqCheckpoint, GpuOptions, convert_gpu, plan_gpu
+from ktplan.errors import BadInput, BadUsage, DoesNotFit, MachineLacks
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.model import open_source
 from ktplan.model.embedded import corpus_files
@@ -94,7 +94,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return read_corpus([file])
 
 
-SMALL = GpuOptions(bits=4, max_tokens=1500, chunk=64)
+SMALL = GpuOptions(bits=4, max_tokens=800, chunk=64)
 
 
 def raw(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -332,8 +332,8 @@ def test_activations_on_disk_make_no_difference_to_speak_of(
     bytes_model: Callable[..., Path], lines: Corpus, tmp_path: Path
 ) -> None:
     source = open_source(bytes_model("qwen3_moe"))
-    on_disk = GpuOptions(bits=4, max_tokens=1500, chunk=64, buffer_bytes=1000)
-    assert plan_gpu(source, tmp_path / "x", on_disk).buffers[1:] == (1500 * 128 * 3 * 2, True)
+    on_disk = GpuOptions(bits=4, max_tokens=800, chunk=64, buffer_bytes=1000)
+    assert plan_gpu(source, tmp_path / "x", on_disk).buffers[1:] == (800 * 128 * 3 * 2, True)
     reports = [
         convert_gpu(source, tmp_path / name, options, corpus=lines)
         for name, options in (("a", SMALL), ("b", on_disk))
@@ -361,22 +361,26 @@ def test_the_same_input_gives_the_same_bytes(
 def test_unreached_experts_are_in_the_same_format_and_listed(
     bytes_model: Callable[..., Path], lines: Corpus, tmp_path: Path
 ) -> None:
-    def never_six(tensors: dict[str, torch.Tensor]) -> None:
+    def never(tensors: dict[str, torch.Tensor]) -> None:
+        # Channel 0 is constant all through the network, so a router's row can use it as a bias.
+        tensors["model.embed_tokens.weight"][:, 0] = 8
         for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor[0] = 0
             if name.endswith("mlp.gate.weight"):
-                tensor[6] = tensor[
-                    5
-                ]  # of two equal scores the lower expert is taken first, then top-2 is full
-                tensor[7] = tensor[5]
+                tensor[:, 0] = 0
+                tensor[6:] = 0
+                tensor[6:, 0] = -100
 
-    source = open_source(bytes_model("qwen3_moe", change=never_six))
+    source = open_source(bytes_model("qwen3_moe", change=never))
     report = convert_gpu(source, tmp_path / "a", SMALL, corpus=lines)
-    assert ExpertId(0, 7) in report.unreached
+    nobodys = {ExpertId(layer, expert) for layer in (0, 2) for expert in (6, 7)}
+    assert nobodys <= set(report.unreached)
     row = next(row for row in report.experts if row.id == (0, 7))
     assert row.tokens == 0
     assert row.gate_up.gptq_error <= row.gate_up.rtn_error  # the layer's other tokens say enough
     careful = GpuOptions(
-        bits=4, max_tokens=1500, chunk=64, calibration=Calibration(effort=EFFORT, least_tokens=1)
+        bits=4, max_tokens=800, chunk=64, calibration=Calibration(effort=EFFORT, least_tokens=1)
     )
     report = convert_gpu(source, tmp_path / "b", careful, corpus=lines)
     row = next(row for row in report.experts if row.id == (0, 7))
@@ -398,7 +402,7 @@ def test_dead_inputs_and_zero_groups(bytes_model: Callable[..., Path], lines: Co
         tensors["model.layers.0.mlp.experts.1.up_proj.weight"][:] = 0
 
     source = open_source(bytes_model("qwen3_moe", change=die))
-    options = GpuOptions(bits=4, group_size=64, max_tokens=1500, chunk=64)
+    options = GpuOptions(bits=4, group_size=64, max_tokens=800, chunk=64)
     convert_gpu(source, tmp_path / "a", options, corpus=lines)
     checkpoint = GptqCheckpoint.open(tmp_path / "a")
     for layer, expert in checkpoint.experts:
@@ -479,7 +483,7 @@ def test_included_layers_are_quantized_in_running_order(
 ) -> None:
     path = bytes_model("qwen2_moe")
     source = open_source(path)
-    options = GpuOptions(bits=4, max_tokens=1500, chunk=64, include=("self_attn", r"shared_expert\."))
+    options = GpuOptions(bits=4, max_tokens=800, chunk=64, include=("self_attn", r"shared_expert\."))
     report = convert_gpu(source, tmp_path / "a", options, corpus=lines)
     tensors = raw(tmp_path / "a")
     made = {row.name.split(".", 3)[3] for row in report.linears}
@@ -562,6 +566,30 @@ def resized(tiny: Path, folder: Path, hidden: int, inner: int) -> Path:
         tensors[f"{stem}.down_proj.weight"] = torch.randn(hidden, inner, dtype=torch.bfloat16)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def test_devices_that_are_not_there_are_refused(tiny: Path, tmp_path: Path) -> None:
+    for device, fault in (("cuda:99", MachineLacks), ("toaster", BadUsage)):
+        with pytest.raises(fault, match=device):
+            plan_gpu(open_source(tiny), tmp_path / "a", GpuOptions(bits=4, method="rtn", device=device))
+
+
+def test_quantized_dense_weights_go_with_a_plan_only(
+    bytes_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    def squeeze(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.self_attn.q_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    source = open_source(bytes_model("qwen3_moe", change=squeeze))
+    experts, rtn = ExpertSet([ExpertId(0, 1)]), GpuOptions(bits=4, method="rtn")
+    for options, chosen in ((rtn, None), (GpuOptions(bits=4), experts)):
+        with pytest.raises(
+            BadInput, match=r"q_proj\.weight is stored as F8_E4M3: .* dense weights are quantized"
+        ):
+            plan_gpu(source, tmp_path / "a", options, chosen)
+    convert_gpu(source, tmp_path / "a", rtn, experts=experts)
+    assert GptqCheckpoint.open(tmp_path / "a").experts == experts
 
 
 def test_the_group_size_falls_back_for_the_whole_model(tiny: Path, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_layers_beyond_the_models_own_are_left_out(copy: Path) -> None:
         ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
         ({"model_type": "llama", "num_local_experts": None}, "dense model"),
         ({"model_type": "wonder_moe"}, "model_type 'wonder_moe' is not known.*experts.N.gate_proj"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "already quantized.*'gptq'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method 'bitsandbytes'"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "dense model"),
     ],
 )
@@ -242,10 +242,155 @@ def test_the_fingerprint_tells_fine_tunes_apart(copy: Path, tiny: Path) -> None:
 
 
 def test_sparse_steps_and_exceptions_decide_which_layers_are_moe() -> None:
-    from ktplan.model.families import family_of
+    from ktplan.model.families import moe_layers
 
-    family = family_of("qwen3_moe")
-    assert family is not None
     config = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    assert family.moe_layers(config) == (1, 5)
-    assert family.moe_layers({"num_hidden_layers": 2, "mlp_only_layers": None}) == (0, 1)
+    assert moe_layers(config) == (1, 5)
+    assert moe_layers({"num_hidden_layers": 2, "mlp_only_layers": None}) == (0, 1)
+
+
+# ---------------------------------------------------------------- names and config.json together
+
+
+def rename(folder: Path, change: Callable[[str], str | list[str]], **config: Any) -> None:
+    """Give the embedded model's tensors other names; a list of names stores a tensor several times."""
+    raw = (folder / "model.safetensors").read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    entries = json.loads(raw[8 : 8 + length])
+    entries.pop("__metadata__", None)
+    header: dict[str, Any] = {}
+    body, place = [], 0
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        changed = change(name)
+        for new in [changed] if isinstance(changed, str) else changed:
+            header[new] = {**entry, "data_offsets": [place, place + end - begin]}
+            body.append(raw[8 + length + begin : 8 + length + end])
+            place += end - begin
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"".join(body))
+    edit_config(folder, **config)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model.", "", "model.language_model.", "language_model.model.", "thinker.model."]
+)
+def test_the_prefix_of_the_language_model_is_found(prefix: str, copy: Path, tiny: Path) -> None:
+    rename(copy, lambda name: prefix + name.removeprefix("model."))
+    source = open_source(copy)
+    np.testing.assert_array_equal(source.expert(1, 2).gate, open_source(tiny).expert(1, 2).gate)
+    assert all(name.startswith(prefix) for name in source.expert_names(3, 0).values())
+
+
+def test_towers_with_the_same_names_are_left_alone(copy: Path, tiny: Path) -> None:
+    tower = "model.visual.layers"
+    rename(copy, lambda name: [name, name.replace("model.layers", tower)] if ".layers.1." in name else name)
+    source = open_source(copy)
+    assert source.spec.expert_params == open_source(tiny).spec.expert_params
+    assert any(name.startswith(tower) and ".experts." in name for name in source.dense_names())
+
+
+def test_prediction_layers_beside_the_model_are_beyond_it(copy: Path) -> None:
+    rename(
+        copy,
+        lambda name: [name, name.replace("model.layers.1", "mtp.layers.0")] if ".layers.1." in name else name,
+    )
+    source = open_source(copy)
+    assert source.beyond_names() and all(name.startswith("mtp.") for name in source.beyond_names())
+
+
+def test_two_models_in_one_checkpoint_are_refused(copy: Path) -> None:
+    rename(copy, lambda name: [name, "other." + name])
+    source = open_source(copy)  # the prefix that transformers writes decides
+    assert source.expert_names(0, 0)["up"].startswith("model.layers")
+    rename(copy, lambda name: name if name.startswith("other.") else "second." + name)
+    with pytest.raises(BadInput, match=r"under 'other\.model\.' and under 'second\.model\.'"):
+        open_source(copy)
+
+
+def test_a_layer_that_config_json_calls_dense_but_has_experts_is_a_disagreement(copy: Path) -> None:
+    edit_config(copy, mlp_only_layers=[2])
+    with pytest.raises(BadInput, match=r"layers\.2\.mlp\.experts.*config\.json does not count"):
+        open_source(copy)
+
+
+def test_a_layer_that_config_json_calls_moe_but_has_no_experts_is_a_disagreement(copy: Path) -> None:
+    rename(copy, lambda name: name.replace("layers.2.mlp.experts", "layers.2.mlp.parts"))
+    with pytest.raises(
+        BadInput, match=r"layers\.2\.mlp\.experts\.0\.gate_proj is missing \(layer 2, expert 0, gate"
+    ):
+        open_source(copy)
+
+
+@pytest.mark.parametrize(
+    ("config", "chosen"),
+    [
+        ({"mlp_layer_types": ["dense", "sparse", "hash_moe", "moe"]}, (1, 2, 3)),
+        ({"first_k_dense_replace": 2}, (2, 3)),
+        ({"first_k_dense_replace": 0, "moe_layer_freq": 2}, (0, 2)),
+        ({"moe_layer_freq": [0, 1, 0, 1]}, (1, 3)),
+        ({"moe_layers": [1, 3]}, (1, 3)),
+        ({"moe_layers_enum": "0,3"}, (0, 3)),
+        ({"interleave_moe_layer_step": 2}, (1, 3)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1}, (1, 2)),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": -1}, (1, 2, 3)),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, (1, 3)),
+        ({"num_dense_layers": 1}, (1, 2, 3)),
+        ({"moe_layer_num_skipped": 1}, (1, 2, 3)),
+        ({"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}, (1, 3)),
+        ({"layers_block_type": ["mamba", "attention", "mamba", "attention"]}, (0, 1, 2, 3)),
+        ({"hybrid_override_pattern": "ME*E"}, (1, 3)),
+    ],
+)
+def test_every_way_of_config_json_to_say_which_layers_are_moe(
+    config: dict[str, Any], chosen: tuple[int, ...]
+) -> None:
+    from ktplan.model.families import moe_layers
+
+    assert moe_layers({"num_hidden_layers": 4, **config}) == chosen
+
+
+def test_numbered_files_without_index_must_be_complete(copy: Path) -> None:
+    files = shard(copy, 3)
+    (copy / "model.safetensors.index.json").unlink()
+    open_source(copy)
+    files[1].unlink()
+    with pytest.raises(BadInput, match="1 of 3 numbered files are missing: model-00002-of-00003"):
+        open_source(copy)
+
+
+def test_a_layer_stored_in_two_ways_is_refused(copy: Path) -> None:
+    stack = "model.layers.1.mlp.experts.down_proj"
+    rename(
+        copy, lambda name: [name, stack] if name == "model.layers.1.mlp.experts.0.down_proj.weight" else name
+    )
+    with pytest.raises(BadInput, match="one of two ways in which layer 1 stores its experts"):
+        open_source(copy)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 2 * 2 * 16 * 2 * 4),
+        ({"head_dim": 32}, 2 * 2 * 32 * 2 * 4),
+        ({"layer_types": ["linear_attention", "full_attention", "conv", "hybrid"]}, 2 * 2 * 16 * 2 * 2),
+        ({"kv_lora_rank": 64, "qk_rope_head_dim": 8}, (64 + 8) * 2 * 4),
+    ],
+)
+def test_the_cache_of_a_token_counts_the_layers_that_keep_one(config: dict[str, Any], expected: int) -> None:
+    from ktplan.model.families import kv_bytes
+
+    base = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert kv_bytes({**base, **config}) == expected
+
+
+def test_the_thinker_of_an_omni_model_is_read_and_its_talker_left_alone(copy: Path, tiny: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    rename(copy, lambda name: ["thinker." + name, "talker." + name])
+    text = {**config, "model_type": "qwen3_omni_moe_text"}
+    omni = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": text}, "talker_config": {}}
+    (copy / "config.json").write_text(json.dumps(omni))
+    source = open_source(copy)
+    assert source.spec.expert_params == open_source(tiny).spec.expert_params
+    assert source.expert_names(2, 1)["down"] == "thinker.model.layers.2.mlp.experts.1.down_proj.weight"
+    np.testing.assert_array_equal(source.expert(2, 1).down, open_source(tiny).expert(2, 1).down)

@@ -161,7 +161,7 @@ def test_frequency_needs_a_profile_and_the_right_one(
         4, "is not an activation-profile"
     )
     cli("place", "tiny", "--profile", profile, "--ratio", "0.3", "-o", profile).refused(
-        2, "is the profile itself"
+        2, "would be overwritten"
     )
     assert not output.exists()
 

@@ -97,8 +97,8 @@ def test_outputs_that_cannot_be_are_refused_before_any_work(cli: Cli, tmp_path: 
     text.write_text("some text")
     cli("profile", "tiny", "--dataset", text, "-o", tmp_path).refused(2, "is a folder")
     cli("profile", "tiny", "--dataset", text, "-o", tmp_path / "none" / "p.safetensors").refused(
-        2, "does not exist"
+        2, "not a folder that exists"
     )
-    cli("profile", "tiny", "--dataset", text, "-o", text).refused(2, "is one of the texts")
+    cli("profile", "tiny", "--dataset", text, "-o", text).refused(2, "would be overwritten")
     cli("profile", "tiny", "--dataset", text, "--plot", "x.png", "--no-plot").refused(2, "exclude each other")
     assert text.read_text() == "some text"

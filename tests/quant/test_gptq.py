@@ -135,7 +135,7 @@ def test_the_result_does_not_depend_on_the_block() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from([4, 8]), st.booleans(), st.floats(-6, 4))
+@given(st.integers(0, 10**6), st.sampled_from([4, 8]), st.booleans(), st.floats(-4, 4))
 def test_searched_scales_are_stored_exactly_and_beat_the_largest_weight(
     seed: int, bits: int, signed: bool, magnitude: float
 ) -> None:

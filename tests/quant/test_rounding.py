@@ -157,8 +157,8 @@ def test_int4_scales_belong_to_sixteen_times_the_level() -> None:
 
 
 def test_kt_rounds_int4_twice_and_the_search_once() -> None:
-    # 0.4999 of a step: nearest is level 0; kt-kernel first rounds 16 * 0.4999 to 8, then 8/16 away from zero to 1.
-    exact = np.array([[7.0, 0.498]], np.float32)
+    # 0.47 of a step: nearest is level 0; kt-kernel first rounds 16 * 0.47 to 8, then 8/16 away from zero to 1.
+    exact = np.array([[7.0, 0.47]], np.float32)
     assert quantize_rows(exact, Scheme(4, rounding="kt")).levels.tolist() == [[7, 1]]
     assert quantize_rows(exact, Scheme(4)).levels.tolist() == [[7, 0]]
 
@@ -171,5 +171,5 @@ def test_schemes_have_names_and_impossible_ones_are_refused() -> None:
         Scheme(2, rounding="kt")
     with pytest.raises(BadUsage, match="groups of 128"):
         Scheme(4, group=128)  # type: ignore[arg-type]
-    with pytest.raises(BadUsage, match="'gptq' is not known"):
-        Scheme(4, rounding="gptq")  # type: ignore[arg-type]
+    with pytest.raises(BadUsage, match="'rtn' is not known"):
+        Scheme(4, rounding="rtn")  # type: ignore[arg-type]

@@ -1,11 +1,12 @@
 // What every instruction set provides: one table of functions, filled by one source file an instruction set.
 //
-// All tables compute the same bits. The integer dot products are exact, so their order is free; every float operation has one
-// fixed order, written out in numerics.h, and no file is compiled with contraction or reassociation. Rows are independent: a
-// row's result does not depend on which other rows it is multiplied with.
+// All tables compute the same bits. The integer dot products are exact, so their order is free; every float operation
+// has one fixed order, written out in numerics.h, and no file is compiled with contraction or reassociation. Rows are
+// independent: a row's result does not depend on which other rows it is multiplied with.
 //
-// Names: project_a{activation bits}_w{weight bits}. To add an instruction set (avx-vnni, avx512 without VNNI, amx-int8): write
-// one file with a `const KernelTable`, name its compile flags in CMakeLists.txt, list it in dispatch.cc, best first.
+// Names: project_a{activation bits}_w{weight bits}. To add an instruction set (avx-vnni, avx512 without VNNI,
+// amx-int8): write one file with a `const KernelTable`, name its compile flags in CMakeLists.txt, list it in
+// dispatch.cc, best first.
 #pragma once
 
 #include <cstddef>
@@ -25,16 +26,16 @@ struct Row {
   std::int32_t sums[2];  // sums of the levels' upper and lower bytes; for tables whose weights are offset
 };
 
-// What to bring near while multiplying: lines [first_line, last_line) of the 32 in each k-step (2 KB) of the step that comes
-// next, which has the same shape. A hint only.
+// What to bring near while multiplying: lines [first_line, last_line) of the 32 in each k-step (2 KB) of the step that
+// comes next, which has the same shape. A hint only.
 struct Ahead {
   const WeightStep* next = nullptr;
   std::size_t first_line = 0, last_line = 0;
 };
 
 // out[r * stride + c] = (rows[r].scale * step.scale[c]) * float32(exact dot product), 32 columns.
-using Project = void (*)(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead& ahead, float* out,
-                         std::size_t stride) noexcept;
+using Project = void (*)(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead& ahead,
+                         float* out, std::size_t stride) noexcept;
 
 // The exact dot products alone, for tests: out[r * 32 + c].
 using Dots = void (*)(const WeightStep& step, const Row* const* rows, std::size_t count, std::int64_t* out) noexcept;

@@ -1,8 +1,8 @@
 // The packed expert weights, in kt-kernel's order: the file format in code.
 //
 // A projection has `n` outputs (rows) and `k` inputs. A row holds one signed byte an input (int8), or one byte for two
-// inputs (int4: in each 128 inputs, byte j has input j in its low and input 64 + j in its high nibble). Bytes lie in this
-// order, each level inside the one before:
+// inputs (int4: in each 128 inputs, byte j has input j in its low and input 64 + j in its high nibble). Bytes lie in
+// this order, each level inside the one before:
 //
 //   n-block   64 rows (int8) or 128 rows (int4); the last may be shorter
 //   k-block   3584 or 1792 bytes of each row;    the last may be shorter
@@ -19,11 +19,11 @@
 
 namespace ktplan {
 
-inline constexpr std::size_t kStepRows = 32;        // rows a kernel call handles
-inline constexpr std::size_t kTileRows = 16;        // rows that share one 64-byte load
+inline constexpr std::size_t kStepRows = 32;  // rows a kernel call handles
+inline constexpr std::size_t kTileRows = 16;  // rows that share one 64-byte load
 inline constexpr std::size_t kTileBytes = 1024;
-inline constexpr std::size_t kStepBytes = 64;       // bytes of one row in a k-step
-inline constexpr std::size_t kMaxInputs = 65536;    // above it an int32 sum of products could overflow
+inline constexpr std::size_t kStepBytes = 64;     // bytes of one row in a k-step
+inline constexpr std::size_t kMaxInputs = 65536;  // above it an int32 sum of products could overflow
 
 // Sizes that depend on the width of the weights.
 struct Layout {
@@ -54,7 +54,8 @@ struct Segment {
   std::size_t row_bytes;
 };
 
-// step_at and segment_at are called by kernels compiled for different machines: static, so that each file keeps its own copy.
+// step_at and segment_at are called by kernels compiled for different machines: static, so that each file keeps its own
+// copy.
 static inline WeightStep step_at(const Layout& layout, const std::uint8_t* packed, const float* scale, std::size_t n,
                                  std::size_t row_bytes, std::size_t step) {
   const std::size_t row = step * kStepRows;
@@ -71,7 +72,8 @@ static inline WeightStep step_at(const Layout& layout, const std::uint8_t* packe
 static inline Segment segment_at(const WeightStep& step, std::size_t block_bytes, std::size_t kb) {
   const std::size_t rest = step.row_bytes - kb * block_bytes;
   const std::size_t bytes = rest < block_bytes ? rest : block_bytes;
-  return Segment{.bytes = step.bytes + kb * block_bytes * step.block_rows + step.index * kStepRows * bytes, .row_bytes = bytes};
+  return Segment{.bytes = step.bytes + kb * block_bytes * step.block_rows + step.index * kStepRows * bytes,
+                 .row_bytes = bytes};
 }
 
 }  // namespace ktplan

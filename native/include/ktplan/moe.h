@@ -1,10 +1,11 @@
 // The experts of one layer and their forward pass.
 //
-//   for each token t, in the order of its choices j:  y[t] += weight[t, j] * down(silu(gate(x)) * up(x))  of expert id[t, j]
+//   for each token t, in the order of its choices j:  y[t] += weight[t, j] * down(silu(gate(x)) * up(x))  of expert
+//   id[t, j]
 //
-// Tokens are grouped by expert. A token is quantized once; gate and up of the same columns are computed together; the product
-// row is quantized again, once. Where experts are split into parts (NUMA), each part's rows are quantized by themselves, and
-// the parts' results are added in order.
+// Tokens are grouped by expert. A token is quantized once; gate and up of the same columns are computed together; the
+// product row is quantized again, once. Where experts are split into parts (NUMA), each part's rows are quantized by
+// themselves, and the parts' results are added in order.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +43,9 @@ struct Layer {
 struct Call {
   const void* hidden;  // [tokens, hidden]
   bool bfloat16;       // of `hidden`; otherwise float32
-  const std::int64_t* ids;  // [tokens, choices]; below 0, at or above the expert count, or an absent expert: no contribution
-  const float* weights;     // [tokens, choices]
+  const std::int64_t*
+      ids;  // [tokens, choices]; below 0, at or above the expert count, or an absent expert: no contribution
+  const float* weights;  // [tokens, choices]
   std::size_t tokens, choices;
   float* out;  // [tokens, hidden]
 };

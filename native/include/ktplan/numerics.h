@@ -1,5 +1,5 @@
-// The float arithmetic that every table repeats, operation by operation. Constants only: the operations are spelled out in each
-// table with its own registers, in this order, with a fused multiply-add exactly where `fma` stands.
+// The float arithmetic that every table repeats, operation by operation. Constants only: the operations are spelled out
+// in each table with its own registers, in this order, with a fused multiply-add exactly where `fma` stands.
 //
 //   quantize   bits = the largest |x| as an integer pattern (NaN and infinity are above every finite value)
 //              not finite:          scale = NaN, all levels 0
@@ -22,9 +22,9 @@ namespace ktplan::numerics {
 inline constexpr float kLimit8 = 127.0f;
 inline constexpr float kLimit16 = 32639.0f;  // the largest level whose bytes are both in -127..127
 inline constexpr float kReciprocal127 = 1.0f / 127.0f;
-inline constexpr float kTiny = 0x1p-100f;    // rows smaller than this count as zero: their reciprocal could overflow
+inline constexpr float kTiny = 0x1p-100f;  // rows smaller than this count as zero: their reciprocal could overflow
 
-inline constexpr float kExpLow = -87.0f;     // so that 2^n stays a normal number
+inline constexpr float kExpLow = -87.0f;  // so that 2^n stays a normal number
 inline constexpr float kExpHigh = 88.0f;
 inline constexpr float kLog2e = 0x1.715476p+0f;
 inline constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer

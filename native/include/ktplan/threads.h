@@ -1,8 +1,9 @@
 // Persistent threads that run phases of independent items.
 //
-// A job is a list of phases. The items of a phase may run in any order on any thread; a phase starts when all items of the one
-// before are done. The calling thread works too, and alone finishes the job if the others are late: nothing waits for a thread
-// to wake up, only for items that were taken. Callers take turns. Threads wait by spinning for a bounded time and then sleep.
+// A job is a list of phases. The items of a phase may run in any order on any thread; a phase starts when all items of
+// the one before are done. The calling thread works too, and alone finishes the job if the others are late: nothing
+// waits for a thread to wake up, only for items that were taken. Callers take turns. Threads wait by spinning for a
+// bounded time and then sleep.
 //
 // After fork() the child gets new threads at its first job; the parent's are untouched.
 #pragma once

@@ -1,0 +1,171 @@
+"""How fast experts are converted, side by side with a plain copy and with what others offer.
+
+    python benchmarks/convert.py --folder /dev/shm/bench [--layers 2] [--kt-kernel PYTHON] [--disk]
+
+Makes a checkpoint of Qwen3-30B-A3B's shape (128 experts of 768 x 2048 a layer, bfloat16, 1.2 GB a layer) in a folder,
+reads it once so that it is cached, and runs each converter `--runs` times in turn. Rates are gigabytes of input a
+second of the whole command; memory is the peak of the process's own resident set.
+
+ktplan makes its files durable before it says that it is done (fsync), `cp` does not. On a memory file system (the
+default folder) that makes no difference and the converters themselves are compared; with --disk a copy that is made
+durable as well is measured too, since then the disk decides.
+
+--kt-kernel names a Python that has kt-kernel 0.7.2 installed; its own extension packs the same layers there, read from
+the same file (its converter script is not in the wheel and does not run without a GPU driver).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+HIDDEN, INTERMEDIATE, EXPERTS = 2048, 768, 128
+
+# A layer's bf16 experts through kt-kernel's extension, as its converter does: stack, quantize and save.
+KT_KERNEL = r"""
+import json, os, sys, time
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import numpy as np, torch
+import kt_kernel
+from kt_kernel import kt_kernel_ext as ext
+moe = ext.moe
+folder, out, bits, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+E, H, I = 128, 2048, 768
+config = ext.WorkerPoolConfig()
+config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = 1, [0], [threads]
+infer = ext.CPUInfer(config)
+for number, name in enumerate(sorted(n for n in os.listdir(folder) if n.endswith(".safetensors"))):
+    raw = np.fromfile(os.path.join(folder, name), np.uint8)
+    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    weights = torch.from_numpy(raw[start:]).view(torch.bfloat16).reshape(E, 3, H * I)
+    gate, up, down = (weights[:, i].contiguous() for i in range(3))
+    layer = moe.MOEConfig(E, 8, H, I, 0)
+    layer.layer_idx, layer.pool, layer.max_len = number, infer.backend_, 512
+    layer.save, layer.load, layer.path = True, False, out
+    layer.gate_proj, layer.up_proj, layer.down_proj = gate.data_ptr(), up.data_ptr(), down.data_ptr()
+    made = (moe.AMXInt8_MOE if bits == 8 else moe.AMXInt4_MOE)(layer)
+    order = torch.arange(E, dtype=torch.int64)
+    infer.submit(made.load_weights_task(order.data_ptr()))
+    infer.sync()
+    del made
+"""
+
+
+def make_model(folder: Path, layers: int) -> int:
+    """Random experts; a few matrices are repeated, which no converter here takes advantage of. Returns bytes."""
+    folder.mkdir(parents=True)
+    config = {
+        "model_type": "qwen3_moe", "num_hidden_layers": layers, "num_experts": EXPERTS, "num_experts_per_tok": 8,
+        "hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "num_attention_heads": 4, "vocab_size": 8,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(0)
+    size = HIDDEN * INTERMEDIATE * 2
+    places: dict[str, str] = {}
+    for layer in range(layers):
+        matrices = [
+            (random.standard_normal(HIDDEN * INTERMEDIATE, np.float32).view(np.uint32) >> 16).astype(
+                np.uint16
+            )
+            for _ in range(8)
+        ]
+        names = [
+            (f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight", shape)
+            for expert in range(EXPERTS)
+            for name, shape in (
+                ("gate", [INTERMEDIATE, HIDDEN]), ("up", [INTERMEDIATE, HIDDEN]), ("down", [HIDDEN, INTERMEDIATE]))
+        ]  # fmt: skip
+        header = {
+            name: {"dtype": "BF16", "shape": shape, "data_offsets": [n * size, (n + 1) * size]}
+            for n, (name, shape) in enumerate(names)
+        }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        file = folder / f"model-{layer:05d}.safetensors"
+        with file.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for number in range(len(names)):
+                out.write(matrices[number % len(matrices)].tobytes())
+        places |= {name: file.name for name, _ in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return layers * 3 * EXPERTS * size
+
+
+def measured(command: list[str]) -> tuple[float, float, float]:
+    """Seconds, CPU seconds, and peak resident bytes of a command."""
+    before = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - before
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.stderr is not None
+    complaint = process.stderr.read().decode()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)[:200]}\n{complaint}")
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/ktplan-convert"))
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--kt-kernel", metavar="PYTHON")
+    parser.add_argument("--disk", action="store_true")
+    given = parser.parse_args()
+    model, out = given.folder / "model", given.folder / "out"
+    if given.folder.exists():
+        raise SystemExit(f"{given.folder} exists; name another folder")
+    size = make_model(model, given.layers)
+    commands = {"cp -r": ["cp", "-r", str(model), str(out)]}
+    if given.disk:
+        commands["cp -r, durable"] = ["sh", "-c", f"cp -r '{model}' '{out}' && sync -f '{out}'"]
+    for bits in (8, 4):
+        for rounding in ("kt", "mse"):
+            commands[f"ktplan int{bits} {rounding}"] = [
+                sys.executable, "-m", "ktplan", "convert-cpu", str(model), "-o", str(out), "-q",
+                "--bits", str(bits), "--rounding", rounding, "--threads", str(given.threads),
+            ]  # fmt: skip
+    if given.kt_kernel:
+        for bits in (8, 4):
+            commands[f"kt-kernel int{bits}"] = [
+                given.kt_kernel, "-c", KT_KERNEL, str(model), str(out), str(bits), str(given.threads),
+            ]  # fmt: skip
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in commands}
+    try:
+        for _ in range(given.runs):
+            for name, command in commands.items():
+                if name.startswith("kt-kernel"):
+                    out.mkdir()
+                found[name].append(measured(command))
+                shutil.rmtree(out)
+    finally:
+        shutil.rmtree(given.folder)
+    copy = min(run[0] for run in found["cp -r"])
+    print(f"{size / 1e9:.2f} GB of bfloat16 experts, {given.threads} threads, best of {given.runs}")
+    print(f"{'':16} {'seconds':>8} {'GB/s in':>8} {'x cp -r':>8} {'CPU s':>6} {'peak MB':>8}")
+    for name, runs in found.items():
+        seconds, cpu, peak = min(runs)
+        print(
+            f"{name:16} {seconds:8.2f} {size / seconds / 1e9:8.2f} {copy / seconds:8.2f} {cpu:6.2f} {peak / 1e6:8.0f}"
+        )
+    load = os.getloadavg()[0]
+    own = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    print(f"load of the machine {load:.1f} ({own:.0f} CPU s were ours)")
+
+
+if __name__ == "__main__":
+    main()

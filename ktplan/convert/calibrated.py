@@ -1,0 +1,233 @@
+"""Experts rounded with calibration text, layer after layer: `--rounding gptq` of convert-cpu.
+
+As convert-gpu does it: text goes through the model one decoder layer at a time, each expert is fitted to the second
+moments of its own tokens shrunk towards those of the whole layer, and what follows sees what the rounded experts give.
+Layers that an earlier run has finished are not rounded again: their experts are read back for what they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from ktplan.artifact import sha256_bytes
+from ktplan.convert.calibrate import LayerByLayer, Routing, Text, read_text
+from ktplan.convert.expert import refuse_not_finite
+from ktplan.convert.expert_rounding import Activation, Calibration, LayerExperts, stacked
+from ktplan.convert.job import Journal
+from ktplan.convert.sink import Sink
+from ktplan.errors import BadInput
+from ktplan.model import ExpertWeights
+from ktplan.model.source import PROJECTIONS, WeightSource
+from ktplan.profile import Corpus
+from ktplan.progress import Progress, Task
+from ktplan.quant.gptq import Effort, output_error
+from ktplan.quant.gptq_format import GptqScheme
+from ktplan.quant.rounding import F32, QuantizedRows, dequantize, squared_error
+from ktplan.quant.row_feedback import RoundedRows, nearest, with_feedback
+from ktplan.quant.scheme import Scheme
+from ktplan.store import ExpertStore, StoreManifest, StoreShape
+from ktplan.store.layout import U8, layout_for, pack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationText:
+    """What experts are fitted on: at most `max_tokens` of `corpus`, cut into pieces of `chunk` tokens."""
+
+    corpus: Corpus
+    max_tokens: int = 65_536
+    chunk: int = 256
+    settings: Calibration = field(default_factory=lambda: Calibration(effort=Effort()))
+
+    @property
+    def digest(self) -> str:
+        """Changes with anything that may change a level."""
+        files = [(file.name, file.sha256) for file in self.corpus.files]
+        return sha256_bytes(repr((files, self.max_tokens, self.chunk, self.settings)).encode())
+
+    def read(self, source: WeightSource, progress: Progress) -> Text:
+        """The text as tokens of the model."""
+        chunk = min(self.chunk, source.spec.context)
+        return read_text(source.root, self.corpus, chunk=chunk, max_tokens=self.max_tokens, progress=progress)
+
+
+class Fitted(NamedTuple):
+    """One matrix: how it was rounded, and its relative squared output error on held-out text."""
+
+    rounded: RoundedRows
+    error: float
+
+
+class RowExperts(LayerExperts):
+    """The experts of a layer, rounded row by row."""
+
+    def __init__(
+        self, run: LayerByLayer, routing: Routing, activation: Activation, parts: int, scheme: Scheme,
+        calibration: Calibration,
+    ) -> None:  # fmt: skip
+        # The GPTQ scheme is for files of another kind and not used here.
+        super().__init__(run, routing, activation, GptqScheme(8, 128), calibration, torch.device("cpu"))
+        self._parts, self._top = parts, scheme.top_level
+
+    def fit(self, expert: int, weights: ExpertWeights) -> tuple[Fitted, Fitted]:
+        """gate and up (one above the other), then down for what the rounded gate and up make of the inputs."""
+        gate_up, down = stacked(weights, self._device)
+        rows = self._routing.rows[expert]
+        held = self._run.held_out[rows]
+        fit = self._shrunk(self._hidden_moments(rows[~held]), self._layer_fit)
+        judge = self._held(self._hidden_moments(rows[held]), self._layer_held)
+        first = self._better(gate_up, fit, judge, 1)
+
+        rounded = first.rounded.weight()
+        prior = self._inner_moments(rounded, self._some(self._fit_rows, down.shape[1])).mean()
+        fit = self._shrunk(self._inner_moments(rounded, rows[~held]), prior)
+        judge = None
+        if self._layer_held is not None:
+            prior = self._inner_moments(rounded, self._some(self._held_rows, down.shape[1])).mean()
+            judge = self._held(self._inner_moments(rounded, rows[held]), prior)
+        return first, self._better(down, fit, judge, self._parts)
+
+    def _better(self, weight: Tensor, fit: Tensor, judge: Tensor | None, parts: int) -> Fitted:
+        """With feedback or to nearest, whichever changes the outputs of text that was not fitted on less."""
+        against = fit if judge is None else judge
+        whole = output_error(weight, torch.zeros_like(weight), against)
+        with _one_thread():
+            found = [
+                with_feedback(weight, fit, parts, self._top, self._calibration.effort),
+                nearest(weight, fit.diagonal(), parts, self._top),
+            ]
+        errors = [
+            output_error(weight, rounded.weight(), against) / whole if whole else 0.0 for rounded in found
+        ]
+        best = 0 if errors[0] <= errors[1] else 1
+        return Fitted(found[best], errors[best])
+
+    @staticmethod
+    def _some(rows: Tensor, inputs: int) -> Tensor:
+        wanted = max(2048, 2 * inputs)
+        return rows if len(rows) <= wanted else rows[torch.arange(wanted) * len(rows) // wanted]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thousands of small operations in a row: torch's threads would wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def convert_calibrated(
+    source: WeightSource,
+    scheme: Scheme,
+    shape: StoreShape,
+    text: Text,
+    settings: Calibration,
+    journal: Journal,
+    sink: Sink,
+    task: Task,
+) -> None:
+    """Round and write the layers that the journal does not know yet."""
+    spec = source.spec
+    left = [layer for layer in spec.moe_layers if layer not in journal.finished]
+    if not left:
+        return
+    if spec.activation not in ACT2FN:
+        raise BadInput(
+            f"config.json says hidden_act '{spec.activation}', which is not known", hint="check config.json"
+        )
+    done = _finished_store(journal, source, scheme, shape)
+    run = LayerByLayer(source.root, source, text)
+    bytes_each = spec.expert_bytes // spec.expert_count
+    with torch.no_grad():
+        for layer in range(left[-1] + 1):
+            task.note(f"layer {layer + 1}/{spec.layers}")
+            with run.loaded(layer):
+                if layer in spec.moe_layers:
+                    experts = RowExperts(
+                        run, run.route(layer), ACT2FN[spec.activation], shape.parts, scheme, settings
+                    )
+                    run.outputs.clear()
+                    for expert in range(spec.experts):
+                        if layer in left:
+                            weights = _round(source, experts, scheme, shape, sink, layer, expert)
+                            task.advance(bytes_each)
+                        else:
+                            weights = done.expert(layer, expert)
+                        if layer < left[-1] and experts.tokens(expert):
+                            experts.give_unrounded(expert, weights)
+                if layer < left[-1]:
+                    run.advance(layer)
+
+
+def _round(
+    source: WeightSource,
+    experts: RowExperts,
+    scheme: Scheme,
+    shape: StoreShape,
+    sink: Sink,
+    layer: int,
+    expert: int,
+) -> ExpertWeights:
+    """Round and write one expert; returns the weights that it has from now on."""
+    exact = source.expert(layer, expert)
+    refuse_not_finite(source, layer, expert, exact)
+    first, second = experts.fit(expert, exact)
+    levels = first.rounded.levels.numpy(), second.rounded.levels.numpy()
+    steps = first.rounded.step.numpy(), second.rounded.step.numpy()
+    arrays: list[U8 | F32] = []
+    sums = {projection: np.zeros(2) for projection in PROJECTIONS}
+    inner, share = shape.intermediate, shape.intermediate // shape.parts
+    found: dict[str, list[F32]] = {projection: [] for projection in PROJECTIONS}
+    for part in range(shape.parts):
+        own = slice(part * share, (part + 1) * share)
+        up = slice(inner + own.start, inner + own.stop)
+        pieces = {
+            "gate": (exact.gate[own], _rows(levels[0][own], steps[0][own, 0], scheme)),
+            "up": (exact.up[own], _rows(levels[0][up], steps[0][up, 0], scheme)),
+            "down": (exact.down[:, own], _rows(levels[1][:, own], steps[1][:, part], scheme)),
+        }
+        arrays += [pack(rows.levels, scheme.bits) for _, rows in pieces.values()]
+        arrays += [rows.scale for _, rows in pieces.values()]
+        for projection, (piece, rows) in pieces.items():
+            sums[projection] += squared_error(piece, rows)
+            found[projection].append(dequantize(rows))
+    errors = {name: _relative(*sums[name]) for name in PROJECTIONS}
+    outputs = {"gate": first.error, "up": first.error, "down": second.error}
+    sink.put(layer, expert, arrays, errors, {name: _relative(error, 1.0) for name, error in outputs.items()})
+    return ExpertWeights(
+        np.concatenate(found["gate"]), np.concatenate(found["up"]), np.concatenate(found["down"], axis=1)
+    )
+
+
+def _rows(levels: np.ndarray[tuple[int, int], np.dtype[np.int8]], step: F32, scheme: Scheme) -> QuantizedRows:
+    scale = step / np.float32(16) if scheme.tile_bits == 4 else step
+    return QuantizedRows(np.ascontiguousarray(levels), np.ascontiguousarray(scale), scheme.tile_bits)
+
+
+def _relative(error: float, energy: float) -> float:
+    return float(f"{(error / energy) ** 0.5:.4g}") if energy else 0.0
+
+
+def _finished_store(journal: Journal, source: WeightSource, scheme: Scheme, shape: StoreShape) -> ExpertStore:
+    """The layers that are there already, opened under their unfinished names."""
+    job, spec = journal.job, source.spec
+    finished = {layer: journal.finished[layer] for layer in job.layers if layer in journal.finished}
+    manifest = StoreManifest(
+        model=job.model, family=spec.family, fingerprint=job.fingerprint, scheme=job.scheme, bits=scheme.bits,
+        rounding=job.rounding, layout=layout_for(scheme.bits).name, parts=shape.parts, layers=tuple(finished),
+        experts=spec.experts, hidden=spec.hidden, intermediate=spec.moe_intermediate, activation=spec.activation,
+        files=tuple(replace(done.file, name=f"{done.file.name}.part") for done in finished.values()),
+        errors={},
+    )  # fmt: skip
+    return ExpertStore(Path(journal.folder), manifest)

@@ -1,0 +1,205 @@
+"""A store split for another number of NUMA nodes, without the model.
+
+Parts divide the intermediate size: gate and up go by rows, each of which keeps its levels and its scale, so they move
+without loss. Down goes by columns, and its scales belong to a part's own columns: cutting parts into smaller ones
+keeps levels and scales and loses nothing, joining parts loses nothing only where their scales are the same (as after
+a cut). Elsewhere down must be rounded again, which is done only when asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ktplan.artifact import fsync_directory, new_directory
+from ktplan.convert.expert import ExpertError
+from ktplan.errors import BadUsage
+from ktplan.kernels import PackTask, Pool, pack_weights
+from ktplan.model.source import PROJECTIONS
+from ktplan.progress import SILENT, Progress
+from ktplan.quant.rounding import F32, I8, dequantize, multipliers
+from ktplan.store import ExpertStore, StoreManifest, StoreShape
+from ktplan.store.layout import U8, check_parts, layout_for, pack
+from ktplan.store.writer import ShardWriter, shard_name, write_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repartition:
+    """What was done. `error`: relative RMS change of the down weights, 0 where nothing was rounded again."""
+
+    store: Path
+    manifest: StoreManifest
+    lossless: bool
+    error: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    hidden: int
+    moe_intermediate: int
+
+
+def repartition(
+    store: ExpertStore,
+    out: Path,
+    parts: int,
+    *,
+    requantize: bool = False,
+    threads: int = 1,
+    progress: Progress = SILENT,
+) -> Repartition:
+    """Write `store` in `parts` parts to the new or empty folder `out`; if anything fails nothing is left.
+
+    Raises BadUsage for a number of parts that the layout does not allow, an output in use, or where down would have to
+    be rounded again and `requantize` does not consent; BadInput for a damaged store.
+    """
+    started = time.monotonic()
+    manifest = store.manifest
+    check_parts(_Sizes(manifest.hidden, manifest.intermediate), manifest.bits, parts)
+    lossless = _moves_without_loss(store, parts)
+    if not lossless and not requantize:
+        raise BadUsage(
+            f"{store.path} has {manifest.parts} parts whose down scales differ: in {parts} parts the down weights "
+            "would have to be rounded again",
+            hint=f"convert the model again with --numa-parts {parts}, or accept the loss with --requantize",
+        )
+    shape = replace(manifest.shape, parts=parts)
+    total = ExpertError(0.0, 0.0)
+    files = []
+    with new_directory(out) as folder:
+        with (
+            progress.task("repartitioning", len(manifest.layers) * manifest.experts, "experts") as task,
+            ThreadPoolExecutor(threads, thread_name_prefix="repack") as pool,
+        ):
+            for number, layer in enumerate(manifest.layers, start=1):
+                name = shard_name(number, len(manifest.layers))
+                with ShardWriter(folder / f"{name}.part", shape, layer, _facts(manifest, parts)) as shard:
+                    for first in range(0, manifest.experts, 2 * threads):
+                        some = range(first, min(first + 2 * threads, manifest.experts))
+                        moved = pool.map(lambda expert, layer=layer: _move(store, shape, layer, expert), some)
+                        for arrays, error in moved:
+                            shard.add(arrays)
+                            total = ExpertError(total.error + error.error, total.energy + error.energy)
+                            task.advance()
+                    files.append(shard.finish(name))
+                store.release(layer)
+        result = replace(
+            manifest,
+            parts=parts,
+            files=tuple(files),
+            errors=manifest.errors if lossless else {},
+            output_errors=manifest.output_errors if lossless else {},
+            rounding=manifest.rounding
+            if lossless
+            else f"{manifest.rounding or 'unknown'}, down rounded again",
+        )
+        for file in files:
+            (folder / f"{file.name}.part").rename(folder / file.name)
+        fsync_directory(folder)
+        write_index(folder, result)
+        result.save(folder)
+    return Repartition(
+        store=out,
+        manifest=result,
+        lossless=lossless,
+        error=0.0 if lossless else total.relative,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _facts(manifest: StoreManifest, parts: int) -> Mapping[str, str]:
+    return {
+        "model": manifest.model,
+        "fingerprint": manifest.fingerprint or "unknown",
+        "scheme": manifest.scheme,
+        "rounding": manifest.rounding or "unknown",
+        "layout": manifest.layout,
+        "parts": str(parts),
+    }
+
+
+def _moves_without_loss(store: ExpertStore, parts: int) -> bool:
+    """Whether every new part of down gets, in each row, one scale only. Reads nothing but scales."""
+    manifest = store.manifest
+    if parts % manifest.parts == 0:
+        return True
+    overlaps = _overlaps(manifest.intermediate, manifest.parts, parts)
+    for layer in manifest.layers:
+        for expert in range(manifest.experts):
+            scales = [store.packed(layer, expert, part).down_scale for part in range(manifest.parts)]
+            if any(_joined(np.stack([scales[part] for part in own])) is None for own in overlaps):
+                return False
+    return True
+
+
+def _overlaps(intermediate: int, old: int, new: int) -> list[list[int]]:
+    """For each new part the old ones whose columns it takes."""
+    share, wanted = intermediate // old, intermediate // new
+    return [
+        [
+            part
+            for part in range(old)
+            if part * share < (own + 1) * wanted and (part + 1) * share > own * wanted
+        ]
+        for own in range(new)
+    ]
+
+
+def _joined(scales: F32) -> F32 | None:
+    """One scale a row from [pieces, rows]; 0 (all levels 0) goes with any other. None where they differ."""
+    largest: F32 = scales.max(axis=0)
+    return largest if ((scales == largest) | (scales == 0)).all() else None
+
+
+def _move(
+    store: ExpertStore, shape: StoreShape, layer: int, expert: int
+) -> tuple[list[U8 | F32], ExpertError]:
+    """An expert's arrays in file order for its new parts, and the change of its down weights."""
+    manifest = store.manifest
+    bits = shape.bits_of(layer, expert)
+    old = [store.quantized(layer, expert, part) for part in range(manifest.parts)]
+    whole: dict[str, tuple[I8, F32]] = {
+        name: (
+            np.concatenate([part[name].levels for part in old]),
+            np.concatenate([part[name].scale for part in old]),
+        )
+        for name in ("gate", "up")
+    }
+    share = shape.intermediate // shape.parts
+    overlaps = _overlaps(shape.intermediate, manifest.parts, shape.parts)
+    levels = np.concatenate([part["down"].levels for part in old], axis=1)
+    arrays: list[U8 | F32] = []
+    change = ExpertError(0.0, 0.0)
+    for part in range(shape.parts):
+        own = slice(part * share, (part + 1) * share)
+        packed: dict[str, tuple[U8, F32]] = {
+            name: (pack(np.ascontiguousarray(rows[own]), bits), scale[own])
+            for name, (rows, scale) in whole.items()
+        }
+        scale = _joined(np.stack([old[number]["down"].scale for number in overlaps[part]]))
+        if scale is not None:
+            packed["down"] = pack(np.ascontiguousarray(levels[:, own]), bits), scale
+        else:
+            exact = np.concatenate([dequantize(piece["down"]) for piece in old], axis=1)[:, own]
+            packed["down"], own_change = _round_again(exact, bits)
+            change = ExpertError(change.error + own_change.error, change.energy + own_change.energy)
+        arrays += [packed[name][0] for name in PROJECTIONS] + [
+            np.ascontiguousarray(packed[name][1]) for name in PROJECTIONS
+        ]
+    return arrays, change
+
+
+def _round_again(exact: F32, bits: int) -> tuple[tuple[U8, F32], ExpertError]:
+    rows, columns = exact.shape
+    task = PackTask(
+        exact, np.empty(rows * layout_for(bits).row_bytes(columns), np.uint8), np.empty(rows, np.float32)
+    )
+    top = 127 if bits == 8 else 7 if bits == 4 else 1
+    (found,) = pack_weights([task], bits, "mse", multipliers(top), pool=Pool(1))
+    return (task.packed, task.scale), ExpertError(found.error, found.energy)

@@ -1,0 +1,173 @@
+"""GPTQ for rows that have one scale for all inputs, or one for each NUMA part: kt-kernel's formats, better rounded.
+
+The levels and scales are those of ktplan.quant.rounding's formats, so the files are ordinary AMXINT4 / AMXINT8. What is
+minimized is the change of outputs, trace((W - Q) H (W - Q)^T) with H the second moments of the inputs (see gptq):
+
+    a row's scale decides how much error feedback can repair, so several scales are tried, each with feedback
+    the best one's levels and scale are then polished in turn; every step lowers the error
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ktplan.quant.gptq import Effort, inverse_factor
+
+# Shares of the step that just reaches a row's largest weight, tried without feedback to find where to begin.
+_SHARES = tuple(0.92**power for power in range(40))
+# Steps tried with feedback, as shares of the best one without.
+_WITH_FEEDBACK = (0.8, 0.9, 1.0, 1.12)
+_LEAST_IMPORTANCE = 1e-3  # of the mean: inputs that calibration never saw still count a little
+_REFIT_DAMP = 1e-3
+_SMALLEST_STEP = 2.0**-122  # the stored scale, a sixteenth of it, is a normal float32
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Levels int8 [N, K] of at most `top` in size, and the step float32 [N, parts] of each part's inputs."""
+
+    levels: Tensor
+    step: Tensor
+
+    def weight(self) -> Tensor:
+        """The float32 [N, K] that the levels stand for."""
+        return self.levels.float() * _spread(self.step, self.levels.shape[1])
+
+
+def nearest(weight: Tensor, importance: Tensor, parts: int, top: int) -> RoundedRows:
+    """Every weight to its nearest level; the steps have the least error weighted by `importance` [K]."""
+    step = _search(weight, importance, parts, top)
+    return RoundedRows(_levels(weight, _spread(step, weight.shape[1]), top).to(torch.int8), step)
+
+
+def with_feedback(weight: Tensor, hessian: Tensor, parts: int, top: int, effort: Effort) -> RoundedRows:
+    """Round `weight` [N, K] for inputs with second moments `hessian` [K, K].
+
+    Raises KtplanError when `hessian` is not finite.
+    """
+    rows, inputs = weight.shape
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = inverse_factor(hessian[order][:, order], effort.damp)
+    start = _search(weight, hessian.diagonal(), parts, top)
+    # All tries go through the column loop together, as rows of their own.
+    steps = torch.cat([start * share for share in _WITH_FEEDBACK])
+    spread = _spread(steps, inputs)
+    tries = weight.repeat(len(_WITH_FEEDBACK), 1)
+    levels = torch.empty_like(tries)
+    levels[:, order] = _feed(tries[:, order], spread[:, order], factor, top, effort.block)
+    tries -= levels * spread
+    error = ((tries @ hessian) * tries).sum(dim=1).reshape(len(_WITH_FEEDBACK), rows)
+    chosen = error.argmin(dim=0) * rows + torch.arange(rows, device=weight.device)
+    best_levels, best_step = levels[chosen], steps[chosen]
+    for _ in range(effort.polish):
+        best_step = _refit(weight, best_levels, best_step, hessian)
+        best_levels = _choose_again(weight, best_levels, best_step, hessian, top, effort)
+    return RoundedRows(best_levels.to(torch.int8), best_step)
+
+
+def _spread(step: Tensor, inputs: int) -> Tensor:
+    return step.repeat_interleave(inputs // step.shape[1], dim=1)
+
+
+def _inverse(step: Tensor) -> Tensor:
+    return torch.where(step == 0, 0, 1 / torch.where(step == 0, 1, step))
+
+
+def _levels(weight: Tensor, step: Tensor, top: int) -> Tensor:
+    return (weight * _inverse(step)).round_().clamp_(-top, top)
+
+
+def _search(weight: Tensor, importance: Tensor, parts: int, top: int) -> Tensor:
+    rows, inputs = weight.shape
+    grouped = weight.reshape(rows, parts, -1)
+    mean = float(importance.mean())
+    weights = torch.ones_like(importance) if mean == 0 else importance / mean + _LEAST_IMPORTANCE
+    weights = weights.reshape(1, parts, -1)
+    reach = grouped.abs().amax(dim=-1) / top
+    reach = torch.where(reach < _SMALLEST_STEP, 0, reach)
+    best, least = reach, torch.full_like(reach, torch.inf)
+    for share in _SHARES if top == 7 else _SHARES[:12]:
+        step = torch.where(reach * share < _SMALLEST_STEP, reach, reach * share)
+        rest = _levels(grouped, step[..., None], top).mul_(step[..., None]).sub_(grouped)
+        error = (rest.square_() * weights).sum(dim=-1)
+        best, least = torch.where(error < least, step, best), torch.minimum(error, least)
+    return best
+
+
+def _feed(weight: Tensor, step: Tensor, factor: Tensor, top: int, block: int) -> Tensor:
+    """The column loop on columns in the order of `factor`: levels [N, K]."""
+    columns, steps = weight.T.contiguous(), step.T.contiguous()
+    inverse = _inverse(steps)
+    levels = torch.empty_like(columns)
+    for start in range(0, len(columns), block):
+        end = min(start + block, len(columns))
+        inner = factor[start:end, start:end]
+        pivots = inner.diagonal().tolist()
+        errors = torch.empty_like(columns[start:end])
+        for row in range(end - start):
+            column = columns[start + row]
+            level = (column * inverse[start + row]).round_().clamp_(-top, top)
+            levels[start + row] = level
+            errors[row] = (column - level * steps[start + row]) / pivots[row]
+            columns[start + row + 1 : end].addr_(inner[row, row + 1 :], errors[row], alpha=-1)
+        columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return levels.T.contiguous()
+
+
+def _damped(hessian: Tensor, damp: float) -> Tensor:
+    damped = hessian.clone()
+    damped.diagonal().add_(damp * float(hessian.diagonal().mean()))
+    return damped
+
+
+def _refit(weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor) -> Tensor:
+    """The steps with the least output error for given levels: a problem of `parts` unknowns a row.
+
+    With c_j the levels of part j (zero elsewhere): sum_j (c_i H c_j^T) s_j = c_i H w^T for all i.
+    """
+    rows, parts = step.shape
+    damped = _damped(hessian, _REFIT_DAMP)
+    size = weight.shape[1] // parts
+    right = ((weight @ damped) * levels).reshape(rows, parts, size).sum(dim=-1)
+    left = torch.stack(
+        [
+            ((levels[:, own : own + size] @ damped[own : own + size]) * levels)
+            .reshape(rows, parts, size)
+            .sum(dim=-1)
+            for own in range(0, parts * size, size)
+        ],
+        dim=2,
+    )
+    silent = left.diagonal(dim1=1, dim2=2) <= 0
+    left = left + torch.diag_embed(silent.float())
+    solved, failed = torch.linalg.solve_ex(left, torch.where(silent, step, right))
+    usable = solved.isfinite() & (solved > _SMALLEST_STEP) & (step != 0) & (failed == 0)[:, None]
+    return torch.where(usable, solved, step)
+
+
+def _choose_again(
+    weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor, top: int, effort: Effort
+) -> Tensor:
+    """Give each input in turn the level that is best while all others stay as they are; once through all inputs."""
+    damped = _damped(hessian, _REFIT_DAMP)
+    curvature = damped.diagonal().tolist()
+    steps = _spread(step, weight.shape[1]).T.contiguous()
+    inverse = _inverse(steps)
+    chosen = levels.T.contiguous()
+    rest = weight.T - chosen * steps
+    for start in range(0, len(chosen), effort.block):
+        end = min(start + effort.block, len(chosen))
+        gradient = damped[start:end] @ rest
+        for row in range(end - start):
+            if curvature[start + row] <= 0:
+                continue
+            wanted = chosen[start + row] * steps[start + row] + gradient[row] / curvature[start + row]
+            level = (wanted * inverse[start + row]).round_().clamp_(-top, top)
+            change = (level - chosen[start + row]) * steps[start + row]
+            gradient[row:].addr_(damped[start + row : end, start + row], change, alpha=-1)
+            rest[start + row] -= change
+            chosen[start + row] = level
+    return chosen.T.contiguous()
