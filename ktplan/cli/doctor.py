@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -33,18 +34,38 @@ class Check:
 
 @click.command("doctor")
 @click.option("--strict", is_flag=True, help="Exit with code 5 for notes too, not only for failures.")
+@click.option(
+    "--measure", is_flag=True, help="Measure bandwidth, kernels, hop and GPUs (some seconds, 200 MiB)."
+)
+@click.option(
+    "--what-if", "what_if", metavar="MACHINE",
+    help='Describe another machine instead, e.g. "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800 512GiB".',
+)  # fmt: skip
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write the machine's figures, for 'ktplan place --hardware'.",
+)
 @output_options
-def doctor_command(strict: bool, out: Output) -> None:
+def doctor_command(
+    strict: bool, measure: bool, what_if: str | None, output: Path | None, out: Output
+) -> None:
     """Say what this machine can run, and why.
 
-    Reads the processor, memory, NUMA nodes, GPUs and installed packages; measures nothing and changes nothing.
-    Exit code 5 when something that is needed is missing.
+    Reads the processor, memory, NUMA nodes, GPUs and installed packages; without --measure it measures nothing, and it
+    changes nothing. Exit code 5 when something that is needed is missing.
 
     \b
     Examples:
       ktplan doctor
-      ktplan doctor --json
+      ktplan doctor --measure -o hardware.json
     """
+    if measure or what_if is not None or output is not None:
+        from ktplan.cli.machine import machine_report
+
+        machine_report(measure, what_if, output, out)
+        return
     from ktplan.errors import MachineLacks
     from ktplan.hardware import detect
 

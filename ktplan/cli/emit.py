@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
     from ktplan.model import ModelSpec
     from ktplan.placement import PlacementPlan
 
-_TARGETS = ("ktplan", "kt-yaml", "sglang-kt")
+_TARGETS = ("ktplan", "kt-yaml", "sglang-kt", "llama.cpp")
 
 
 @click.command("emit")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @click.option(
     "--for", "target", type=click.Choice(_TARGETS), default="ktplan", show_default=True,
-    help="Rules for ktplan; rules in KTransformers' classes; a counts file and flags for sglang-kt.",
+    help="Rules for ktplan; rules in KTransformers' classes; counts and flags for sglang-kt; flags for llama.cpp.",
 )  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path),
-    help="The file to write, or for sglang-kt the new folder.  [default: rules.yaml, or sglang-kt]",
+    help="The file to write, or for sglang-kt the new folder.  [default: rules.yaml, sglang-kt or llama.cpp.txt]",
 )  # fmt: skip
 @click.option(
     "--model", metavar="MODEL", help="Check that the plan was made for this model. Not needed to emit."
@@ -46,7 +47,9 @@ def emit_command(plan_file: Path, target: str, output: Path | None, model: str |
 
     plan = PlacementPlan.load(plan_file)
     spec = read_spec(locate(model)) if model else None
-    if target == "sglang-kt":
+    if target == "llama.cpp":
+        _emit_llamacpp(plan, spec, output or Path("llama.cpp.txt"), out)
+    elif target == "sglang-kt":
         _emit_sglang(plan, spec, output or Path("sglang-kt"), out)
     else:
         rules_file = output or Path("rules.yaml")
@@ -109,3 +112,27 @@ def _emit_sglang(plan: PlacementPlan, spec: ModelSpec | None, output: Path, out:
     out.report("emit-report", body, lambda: out.line(f"wrote {output}: counts.pt, flags.txt, launch.txt"))
     for note in made.notes:
         out.warn(note)
+
+
+def _emit_llamacpp(plan: PlacementPlan, spec: ModelSpec | None, output: Path, out: Output) -> None:
+    from ktplan.artifact import write_whole
+    from ktplan.placement.llamacpp import to_llamacpp
+
+    if spec is not None:
+        plan.for_model(spec)
+    made = to_llamacpp(plan)
+    words = shlex.join(made.flags)
+    write_whole(output, f"{words}\n".encode())
+    body = {
+        "output": str(output),
+        "for": "llama.cpp",
+        "gpu_layers": list(made.layers),
+        "gpu_experts": len(plan.gpu),
+        "flags": list(made.flags),
+        "served": made.served,
+        "planned": made.planned,
+        "notes": list(made.notes),
+    }
+    out.report("emit-report", body, lambda: out.line(f"wrote {output}: {words}"))
+    for note in made.notes:
+        out.note(note)

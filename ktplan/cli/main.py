@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("ktplan.cli.profile", "Record which experts a text uses."),
     "place": ("ktplan.cli.place", "Choose which experts live on the GPU."),
     "emit": ("ktplan.cli.emit", "Write a plan as injection rules or flags for other engines."),
+    "rules": ("ktplan.cli.rules", "Check injection rules against a model."),
     "run": ("ktplan.cli.run", "Generate text or chat."),
     "eval": ("ktplan.cli.eval", "Measure what quantization and placement cost."),
     "demo-model": ("ktplan.cli.demo_model", "Build a real MoE model from a package's weights."),

@@ -16,12 +16,11 @@ from ktplan.units import format_bytes, format_percent
 
 if TYPE_CHECKING:
     from ktplan.model import ModelSpec
-    from ktplan.placement import Comparison, PlacementPlan
-    from ktplan.profile import ActivationProfile
+    from ktplan.placement import PlacementPlan
+    from ktplan.placement.predict import Prediction
 
-_STRATEGIES = ("frequency", "uniform", "front-loading", "random")
+_STRATEGIES = ("frequency", "uniform", "front-loading", "random", "optimal", "robust")
 _FORMATS = ("bf16", "gptq-w4", "gptq-w8")
-_COMPARED = (0.1, 0.3, 0.5)
 ALL = "all"
 
 
@@ -44,23 +43,50 @@ _File = click.Path(path_type=Path)
 
 @click.command("place")
 @model_argument
-@click.option("--profile", "profile_file", type=_File, help="Counts from 'ktplan profile'.")
+@click.option(
+    "--profile",
+    "profile_file",
+    type=_File,
+    help="Counts from 'ktplan profile', or of another tool (.pt .gguf .csv ...).",
+)
 @click.option(
     "--strategy", type=click.Choice(_STRATEGIES), default="frequency", show_default=True,
-    help="How experts are chosen; only frequency needs a profile.",
+    help="How experts are chosen: optimal solves for the machine's costs, robust for the slowest data set; these and "
+    "frequency need a profile.",
 )  # fmt: skip
 @click.option(
     "--gpu-experts", type=_Count(), metavar="N|all", help="GPU experts in each MoE layer, on average."
 )
 @click.option("--ratio", type=float, metavar="R", help="Share of all experts, 0 to 1; cut to a whole number.")
 @click.option("--gpu-memory", type=ByteSize(), help="Memory experts alone may use, e.g. 18GiB.")
-@click.option("--card-memory", type=ByteSize(), help="Memory of the card; experts get what all else leaves.")
+@click.option(
+    "--card-memory", type=ByteSize(), multiple=True,
+    help="Memory of the card; experts get what all else leaves. Once for each GPU.  [default: what the machine has]",
+)  # fmt: skip
 @click.option(
     "--gpu-format", type=click.Choice(_FORMATS), default="bf16", show_default=True,
     help="How GPU experts are stored: sizes follow from it.",
 )  # fmt: skip
 @click.option(
     "--context", type=TokenCount(), help="Tokens of KV cache to count.  [default: 8192 or the model's]"
+)
+@click.option("--batch", type=int, default=1, show_default=True, help="Sequences decoded at once.")
+@click.option(
+    "--hardware",
+    "hardware_file",
+    type=_File,
+    help="The machine, from 'ktplan doctor --measure -o hardware.json'.",
+)
+@click.option(
+    "--what-if", "what_if", multiple=True, metavar="MACHINE|RANGES",
+    help='Another machine, "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800", or ranges to sweep, '
+    "vram=16..48,ctx=8k..128k,batch=1..16.",
+)  # fmt: skip
+@click.option("--store", type=_File, help="The expert store that the CPU will use: its real sizes count.")
+@click.option(
+    "--kt-compat",
+    is_flag=True,
+    help="Repeat sglang-kt's quirks: what it takes for MoE layers, ties of dense rows.",
 )
 @click.option("--margin", type=ByteSize(), default="1GiB", show_default=True, help="Workspace to leave free.")
 @click.option(
@@ -70,8 +96,9 @@ _File = click.Path(path_type=Path)
 @click.option(
     "--compare",
     is_flag=True,
-    help="Compare all strategies at 10, 30 and 50 % of the experts; writes no plan.",
+    help="Compare all strategies and the dynamic rules at 0 to 100 % of the experts; writes no plan.",
 )
+@click.option("--plot", type=_File, help="With --compare: draw it, as PNG.")
 @click.option("-o", "--output", type=_File, default="plan.json", show_default=True, help="The plan to write.")
 @output_options
 def place_command(
@@ -81,13 +108,19 @@ def place_command(
     gpu_experts: int | str | None,
     ratio: float | None,
     gpu_memory: int | None,
-    card_memory: int | None,
+    card_memory: tuple[int, ...],
     gpu_format: str,
     context: int | None,
+    batch: int,
+    hardware_file: Path | None,
+    what_if: tuple[str, ...],
+    store: Path | None,
+    kt_compat: bool,
     margin: int,
     seed: int,
     test_file: Path | None,
     compare: bool,
+    plot: Path | None,
     output: Path,
     out: Output,
 ) -> None:
@@ -97,35 +130,47 @@ def place_command(
     dense weights, KV cache, margin and experts).
 
     \b
-    Example:
+    Examples:
       ktplan place tiny --profile profile.safetensors --ratio 0.3 -o plan.json
+      ktplan place ./model --profile p.safetensors --strategy optimal --hardware hardware.json
+      ktplan place ./model --profile p.safetensors --what-if "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800" --compare
+      ktplan place ./model --profile p.safetensors --card-memory 24GiB --what-if vram=16..48,ctx=8k..128k
     """
-    from ktplan.model import read_spec
+    from ktplan.cli import place_tables as tables
+    from ktplan.cli.profile_files import read_profile
     from ktplan.placement import fit, hit_rate, make_plan
-    from ktplan.profile import ActivationProfile
 
-    spec = read_spec(model)
-    profile = ActivationProfile.load(profile_file).for_model(spec) if profile_file else None
-    test = ActivationProfile.load(test_file).for_model(spec) if test_file else None
+    job = tables.Job.read(model, what_if, hardware_file, store)
+    spec = job.spec
+    profile = read_profile(spec, profile_file, out) if profile_file else None
+    test = read_profile(spec, test_file, out) if test_file else None
+    counted: dict[str, Any] = {"gpu_experts": gpu_experts, "ratio": ratio, "gpu_memory": gpu_memory}
+    how: dict[str, Any] = {"gpu_format": gpu_format, "context": context, "margin": margin, "batch": batch}
     if compare:
-        if any(value is not None for value in (gpu_experts, ratio, gpu_memory, card_memory)):
+        if card_memory or any(value is not None for value in counted.values()):
             raise BadUsage(
                 "--compare takes its own budgets", hint="leave out --gpu-experts, --ratio and --*-memory"
             )
-        _compare(spec, profile, test, seed, out)
+        tables.compare(job, profile, test, how, seed, plot, out)
         return
-    budget = fit(
-        spec,
-        gpu_experts=gpu_experts,
-        ratio=ratio,
-        gpu_memory=gpu_memory,
-        card_memory=card_memory,
-        gpu_format=gpu_format,
-        context=context,
-        margin=margin,
-    )
+    if plot:
+        raise BadUsage("--plot draws a comparison", hint="give --compare, too")
+    if job.question is not None:
+        tables.sweep_table(job, profile, strategy, card_memory, how, seed, out)
+        return
     check_output_file(output, sources=[path for path in (model, profile_file, test_file) if path])
-    plan = make_plan(spec, profile, strategy=strategy, budget=budget, seed=seed)
+    cards = card_memory
+    if not cards and all(value is None for value in counted.values()):
+        cards = job.cards()
+    if len(cards) > 1:
+        plan = tables.several(job, profile, strategy, cards, how, seed)
+    else:
+        needs = job.needs(context, batch)
+        budget = fit(spec, **counted, card_memory=cards[0] if cards else None, needs=needs, **how)
+        plan = make_plan(
+            spec, profile, strategy=strategy, budget=budget, seed=seed, machine=job.machine,
+            cpu_expert=job.cpu_expert, kt_compat=kt_compat,
+        )  # fmt: skip
     on_test = hit_rate(plan.gpu, test) if test else None
     plan.save(output)
     body = {
@@ -136,6 +181,8 @@ def place_command(
     }
     out.report("place-report", body, lambda: _render(plan, on_test, out))
     _notes(plan, spec, out)
+    if plan.prediction and job.machine is None:
+        out.note("speeds are those of a published reference machine: name yours with --hardware or --what-if")
     out.note(f"wrote {output}")
     out.hint(f"ktplan emit {output} -o rules.yaml")
 
@@ -169,6 +216,8 @@ def _render(plan: PlacementPlan, on_test: float | None, out: Output) -> None:
     out.line(
         f"GPU experts a layer: {min(each)} min, {median(each):g} median, {max(each)} max of {plan.shape.experts}"
     )
+    if plan.prediction:
+        _render_prediction(plan.prediction, out)
     expectation = plan.expectation
     if expectation is None:
         return
@@ -193,42 +242,30 @@ def _render(plan: PlacementPlan, on_test: float | None, out: Output) -> None:
     )
 
 
+def _render_prediction(found: Prediction, out: Output) -> None:
+    how = "replayed from the trace" if found.replayed else "from shares of counts"
+    judged = "held out" if found.held_out else "in-sample"
+    band = f"{found.decode_low:.1f} to {found.decode_high:.1f}"
+    gain = f"{100 * found.deferral_gain:+.0f} % decode; changes outputs slightly"
+    later = gain if found.deferral else "nothing to gain"
+    rows = [
+        ("decode", f"{found.decode:.1f} t/s", f"{band} (5-95 % over documents), {judged}, {how}"),
+        ("prefill", f"{found.prefill:,.0f} t/s", "a prompt of 512 tokens"),
+        ("one more GiB", f"{found.per_gib:+.2f} t/s", "of GPU memory for experts"),
+        ("16k more context", f"{-found.per_16k_context:+.2f} t/s", "its cache takes the place of experts"),
+        ("defer", f"{found.deferral} experts", later),
+    ]  # fmt: skip
+    if found.gap is not None:
+        rows.append(
+            ("solver's gap", f"{100 * found.gap:.3f} %", "from a bound that no plan of nested sets can beat")
+        )
+    out.line()
+    batch = f", {found.batch} sequences at once" if found.batch > 1 else ""
+    out.table(["speed", "predicted", ""], rows, title=f"on {found.machine}{batch}", right=[1])
+    out.line(f"bottleneck: {found.bottleneck}")
+    if found.kept:
+        out.line(f"kept the experts of '{found.kept}': on documents left out they are at least as fast")
+
+
 def _share(rate: float | None) -> str:
     return "-" if rate is None else format_percent(rate)
-
-
-def _compare(
-    spec: ModelSpec, profile: ActivationProfile | None, test: ActivationProfile | None, seed: int, out: Output
-) -> None:
-    from ktplan.placement import compare
-
-    if profile is None:
-        raise BadUsage("--compare needs counts", hint="give --profile, from 'ktplan profile'")
-    rows = compare(spec, profile, _COMPARED, seed, test)
-    body = {"model": spec.name, "fingerprint": spec.fingerprint, "rows": [row._asdict() for row in rows]}
-    out.report("place-comparison", body, lambda: _render_comparison(rows, profile, out))
-
-
-def _render_comparison(rows: list[Comparison], profile: ActivationProfile, out: Output) -> None:
-    def band(row: Comparison) -> str:
-        return (
-            "-" if row.held_out_low is None else f"{_share(row.held_out_low)} to {_share(row.held_out_high)}"
-        )
-
-    with_test = any(row.test is not None for row in rows)
-    out.table(
-        ["experts", "strategy", "in-sample", "held out", "5-95 %", *(["--test"] if with_test else [])],
-        [
-            (
-                f"{100 * row.ratio:g} % ({row.slots:,})",
-                row.strategy,
-                _share(row.in_sample),
-                _share(row.held_out),
-                band(row),
-                *([_share(row.test)] if with_test else []),
-            )
-            for row in rows
-        ],
-        title=f"GPU serves, of {profile.token_count:,} tokens in {profile.documents:,} documents",
-        right=[2, 3, 4, 5],
-    )

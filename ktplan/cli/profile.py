@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktplan.artifact import check_output_file
-from ktplan.cli.options import TokenCount, dataset_option, model_argument, model_word, output_options
+from ktplan.cli import profile_files
+from ktplan.cli.options import ManyFiles, TokenCount, model_argument, model_word, output_options
 from ktplan.cli.output import Output
-from ktplan.errors import BadUsage, DoesNotFit
-from ktplan.units import format_bytes, format_percent
+from ktplan.cli.profile_files import named_files
+from ktplan.cli.verbs import WithVerbs
+from ktplan.errors import BadUsage
+from ktplan.units import format_percent
 
 if TYPE_CHECKING:
-    from ktplan.model import ModelSpec
+    from ktplan.cli.profile_network import Text
     from ktplan.profile import ActivationProfile, Corpus
-    from ktplan.profile.recorder import Tokens
 
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-_MEMORY_SHARE = (
-    0.6  # of free memory that weights may take before float32 is too much: loading needs room beside
-)
+_TRACE_BYTES = (
+    256 << 20
+)  # a trace beyond this is cut: planning needs tens of thousands of tokens, not millions
 
 
-@click.command("profile")
+@click.group("profile", cls=WithVerbs)
 @model_argument
-@dataset_option()
+@click.option(
+    "--dataset", cls=ManyFiles, multiple=True, required=True, metavar="[NAME=]FILE...",
+    help="Text (.txt), documents (.jsonl, .json, .csv, .parquet), a folder or a pattern of them, or a data set in the "
+    "Hugging Face cache (hf:org/name); several may follow. NAME tells data sets apart. 'corpus:profile' and "
+    "'corpus:test' name the embedded text.",
+)  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), default="profile.safetensors", show_default=True,
     help="The profile to write.",
@@ -44,6 +51,14 @@ _MEMORY_SHARE = (
 )
 @click.option(
     "--text-field", default="text", show_default=True, help="Field of a jsonl row that holds the text."
+)
+@click.option("--group-by", metavar="FIELD", help="Field of a row that names its data set.")
+@click.option(
+    "--generate", type=TokenCount(), default=0, metavar="N",
+    help="Continue each document by N tokens and count those apart: a placement is for them.",
+)  # fmt: skip
+@click.option(
+    "--trace", is_flag=True, help="Keep what every token chose, so that 'place' can replay it exactly."
 )
 @click.option(
     "--strict", is_flag=True, help="Refuse a jsonl line that cannot be used instead of skipping it."
@@ -62,11 +77,14 @@ _MEMORY_SHARE = (
 @output_options
 def profile_command(
     model: Path,
-    dataset: tuple[Path, ...],
+    dataset: tuple[str, ...],
     output: Path,
     max_tokens: int | None,
     chunk: int,
     text_field: str,
+    group_by: str | None,
+    generate: int,
+    trace: bool,
     strict: bool,
     store: Path | None,
     dtype: str,
@@ -76,35 +94,59 @@ def profile_command(
 ) -> None:
     """Record which experts a text uses.
 
-    Texts are .txt files (each one document) or .jsonl files (one document a line, {"text": "..."}). Give text like that
-    which the model will serve, in several documents: a profile of another kind of text is worth little.
+    Texts are .txt files (each one document) or rows with a text field or chat messages. Give text like that which the
+    model will serve, in several documents: a profile of another kind of text is worth little. Interrupted work is taken
+    up again by the same command.
 
     \b
-    Example:
+    Examples:
       ktplan profile tiny --dataset corpus:profile --max-tokens 40k -o profile.safetensors
+      ktplan profile ./model --dataset code=src.jsonl chat=logs/ --generate 64 --trace -o profile.safetensors
+      ktplan profile info profile.safetensors
     """
     from ktplan.model import read_spec
     from ktplan.profile import read_corpus, report
-    from ktplan.profile.recorder import record
+    from ktplan.profile.recorder import Wishes, record
 
     if plot and no_plot:
         raise BadUsage("--plot and --no-plot exclude each other", hint="leave one out")
-    picture = _check_outputs(model, dataset, output, plot, no_plot)
+    files = named_files(dataset)
+    picture = _check_outputs(model, tuple(files), output, plot, no_plot)
     spec = read_spec(model)
-    corpus = read_corpus(dataset, text_field, strict=strict)
+    text = _text_of(model)
+    corpus = read_corpus(
+        list(files),
+        text_field,
+        strict=strict,
+        datasets=files,
+        group_by=group_by,
+        chat=lambda messages: text().chat(messages),
+    )
     _tell_corpus(corpus, out)
-    from ktplan import network  # torch comes with it: only once the inputs are known to be good
+    from ktplan.cli import (
+        profile_network as network,
+    )  # torch comes with it: once the inputs are known to be good
 
-    modules, forward, how = _network(model, store, dtype if store else _dtype(spec, dtype, out), out)
+    wishes = Wishes(
+        chunk=chunk if not generate else min(chunk, max(1, spec.context - generate)),
+        max_tokens=max_tokens,
+        generate=generate,
+        trace_tokens=_TRACE_BYTES // (2 * spec.top_k * len(spec.moe_layers)) if trace else 0,
+        special_ids=text().special_ids,
+    )
+    wishes.check(spec)
+    net = network.load(model, store, dtype if store else network.choose_dtype(spec, dtype, out), out)
     profile = record(
         spec,
         corpus,
-        modules=modules,
-        encode=network.text_encoder(network.tokenizer(model)),
-        forward=forward,
-        chunk=chunk,
-        max_tokens=max_tokens,
-        settings={"text_field": text_field, **how},
+        modules=net.modules,
+        encode=text().encode,
+        forward=net.forward,
+        decoder=net.decoder,
+        wishes=wishes,
+        settings={"text_field": text_field, **net.how},
+        tokenizer=text().digest,
+        checkpoint=output.with_name(f"{output.name}.unfinished"),
         progress=out.progress(),
     )
     profile.save(output)
@@ -116,6 +158,18 @@ def profile_command(
     out.report("profile-report", body, lambda: _render(profile, corpus, out))
     out.note(f"wrote {output}" + (f" and {picture}" if picture else ""))
     out.hint(f"ktplan place {model_word(model)} --profile {output} --ratio 0.3 -o plan.json")
+
+
+def _text_of(model: Path) -> Callable[[], Text]:
+    """The model's tokenizer, loaded when it is first asked for."""
+
+    @cache
+    def text() -> Text:
+        from ktplan.cli.profile_network import Text
+
+        return Text(model)
+
+    return text
 
 
 def _check_outputs(
@@ -145,64 +199,6 @@ def _tell_corpus(corpus: Corpus, out: Output) -> None:
         out.note(f"{', '.join(whole)}: each text file is one document")
 
 
-def _dtype(spec: ModelSpec, asked: str, out: Output) -> str:
-    """What to compute in, and whether the whole model fits into memory with it; None is read as enough."""
-    from ktplan.hardware import detect
-
-    machine = detect()
-    known = [amount for amount in (machine.memory_available, machine.memory_limit) if amount is not None]
-    free = min(known, default=None)
-    params = spec.dense_params + spec.expert_params
-    # float32 holds any stored weight exactly, so routing is the model's own; half types round every layer anew.
-    chosen = asked
-    if asked == "auto":
-        chosen = (
-            "float32" if free is None or params * _WIDTH["float32"] < _MEMORY_SHARE * free else spec.dtype
-        )
-        if chosen != "float32":
-            out.note(
-                f"computing in {chosen}: the model as float32 would not fit into {format_bytes(free or 0)}"
-            )
-    need = params * _WIDTH.get(chosen, 2)
-    if free is not None and need > free:
-        raise DoesNotFit(
-            f"{spec.name} as {chosen} needs {format_bytes(need)} of memory, {format_bytes(free)} are free",
-            hint="convert the experts with 'ktplan convert-cpu' and give that with --store",
-        )
-    return chosen
-
-
-def _network(
-    model: Path, store: Path | None, dtype: str, out: Output
-) -> tuple[dict[int, tuple[str, Any]], Callable[[Tokens], object], dict[str, str]]:
-    """The experts modules, a forward pass, and what to remember of how they ran."""
-    import torch
-
-    from ktplan import network
-
-    modules: dict[int, tuple[str, Any]]
-    if store:
-        from ktplan.runtime import engine
-
-        loaded = engine.load(model, store=store, dtype=dtype, progress=out.progress()).network
-        whole = loaded.model
-        modules = {layer: (module.place.name, module) for layer, module in loaded.experts.items()}
-        how = {"dtype": str(loaded.dtype).removeprefix("torch."), "experts": "store"}
-    else:
-        with out.progress().task("loading the model", None):
-            whole = network.load_whole(model, dtype)
-        network.fit_torch_threads(whole)
-        modules = dict(network.experts_modules(whole))
-        how = {"dtype": dtype, "experts": "checkpoint"}
-    device = whole.get_input_embeddings().weight.device
-
-    def forward(ids: Tokens) -> object:
-        with torch.inference_mode():
-            return whole.base_model(input_ids=torch.from_numpy(ids).to(device), use_cache=False)
-
-    return modules, forward, how
-
-
 def _body(profile: ActivationProfile, corpus: Corpus, output: Path, picture: Path | None) -> dict[str, Any]:
     from ktplan.profile import report
 
@@ -213,6 +209,9 @@ def _body(profile: ActivationProfile, corpus: Corpus, output: Path, picture: Pat
         "fingerprint": profile.fingerprint,
         "documents": profile.documents,
         "tokens": profile.token_count,
+        "decode_tokens": profile.decode_token_count,
+        "trace_tokens": profile.trace.tokens if profile.trace else 0,
+        "datasets": sorted(set(profile.dataset_of)),
         "files": [file._asdict() for file in profile.files],
         "skipped": [row._asdict() for row in corpus.skipped],
         "layers": [row.to_dict() for row in report.layer_use(profile)],
@@ -251,3 +250,13 @@ def _render(profile: ActivationProfile, corpus: Corpus, out: Output) -> None:
         title=f"{profile.model}: {profile.token_count:,} tokens of {used_documents}, top-{profile.top_k}",
         right=range(10),
     )
+
+
+for _verb in (
+    profile_files.info_command,
+    profile_files.report_command,
+    profile_files.merge_command,
+    profile_files.import_command,
+    profile_files.export_command,
+):
+    profile_command.add_command(_verb)

@@ -19,6 +19,16 @@ ALL: Final = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a model's own files say it needs beside weights; see `ktplan.placement.memory`."""
+
+    kv_bytes: int
+    workspace: int
+    attention: str
+    dense_lines: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """The GPU's memory, line by line, in bytes.
 
@@ -37,6 +47,10 @@ class Budget:
     margin_bytes: int
     limit_bytes: int | None = None
     limit_of: str | None = None
+    batch: int = 1  # sequences at once, each with its own cache
+    workspace_bytes: int = 0
+    attention: str = ""  # what the cache holds, in words
+    dense_lines: tuple[tuple[str, int], ...] = ()  # dense_bytes by kind
 
     @property
     def experts_bytes(self) -> int:
@@ -44,9 +58,14 @@ class Budget:
         return self.slots * self.expert_bytes
 
     @property
+    def fixed_bytes(self) -> int:
+        """Everything but routed experts."""
+        return self.dense_bytes + self.kv_bytes + self.workspace_bytes + self.margin_bytes
+
+    @property
     def total_bytes(self) -> int:
         """What the card needs in the end."""
-        return self.dense_bytes + self.kv_bytes + self.margin_bytes + self.experts_bytes
+        return self.fixed_bytes + self.experts_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, with the two sums."""
@@ -54,10 +73,20 @@ class Budget:
 
     def lines(self) -> list[tuple[str, int, str]]:
         """(what, bytes, remark), in the order a person adds them up."""
+        sequences = "one sequence" if self.batch == 1 else f"{self.batch} sequences"
+        detail = f"; {self.attention}" if self.attention else ""
+        dense = [(f"  {what}", size, "") for what, size in self.dense_lines]
+        work = (
+            [("workspace", self.workspace_bytes, "activations of a prompt chunk, logits")]
+            if self.workspace_bytes
+            else []
+        )
         return [
             ("dense weights", self.dense_bytes, "attention, router, shared experts, embedding"),
-            ("KV cache", self.kv_bytes, f"{self.context:,} tokens of one sequence"),
-            ("workspace, margin", self.margin_bytes, "--margin"),
+            *dense,
+            ("KV cache", self.kv_bytes, f"{self.context:,} tokens of {sequences}{detail}"),
+            *work,
+            ("margin" if work else "workspace, margin", self.margin_bytes, "--margin"),
             (
                 "experts",
                 self.experts_bytes,
@@ -103,8 +132,10 @@ def fit(
     gpu_format: str = "bf16",
     context: int | None = None,
     margin: int = DEFAULT_MARGIN,
+    batch: int = 1,
+    needs: Needs | None = None,
 ) -> Budget:
-    """The budget for exactly one of the ways to say it.
+    """The budget for exactly one of the ways to say it; `needs` replaces estimates by what the model's files say.
 
     `slots` experts in all; `gpu_experts` in each MoE layer (or "all"); `ratio` of all experts, cut to a whole number
     as sglang-kt does (`int(M * E * ratio)`, so `int(100 * 0.29)` is 28); `gpu_memory`, bytes for experts alone;
@@ -130,20 +161,24 @@ def fit(
     tokens = min(spec.context, DEFAULT_CONTEXT) if context is None else context
     if tokens < 0 or margin < 0:
         raise BadUsage(f"context {tokens} and margin {margin} must not be negative", hint="give 0 or more")
-    kv_bytes = spec.kv_bytes_per_token * tokens
+    if batch < 1:
+        raise BadUsage(f"a batch of {batch} sequences is none", hint="give --batch 1 or more")
+    kv_bytes = needs.kv_bytes if needs else spec.kv_bytes_per_token * tokens * batch
+    workspace = needs.workspace if needs else 0
+    fixed = spec.dense_bytes + kv_bytes + workspace + margin
     limit_of = "experts" if gpu_memory is not None else "card" if card_memory is not None else None
     limit = card_memory if gpu_memory is None else gpu_memory
     if limit is None:
         slots, asked = _counted(spec, slots, gpu_experts, ratio)
     else:
-        left = limit if limit_of == "experts" else limit - spec.dense_bytes - kv_bytes - margin
+        left = limit if limit_of == "experts" else limit - fixed
         if left < 0:
-            need = spec.dense_bytes + kv_bytes + margin
             raise DoesNotFit(
                 f"dense weights ({format_bytes(spec.dense_bytes)}), KV cache of {tokens:,} tokens "
-                f"({format_bytes(kv_bytes)}) and margin ({format_bytes(margin)}) need {format_bytes(need)}, "
+                f"({format_bytes(kv_bytes)}) and margin ({format_bytes(margin + workspace)}) need "
+                f"{format_bytes(fixed)}, "
                 f"--card-memory gives {format_bytes(limit)}",
-                hint=f"give {format_bytes(need - limit)} more, or lower --context or --margin",
+                hint=_remedy(fixed - limit, tokens, kv_bytes, margin),
             )
         slots = min(left // one, spec.expert_count)
         asked = f"{format_bytes(limit)} for {'experts' if limit_of == 'experts' else 'everything'}"
@@ -158,7 +193,25 @@ def fit(
         margin_bytes=margin,
         limit_bytes=limit,
         limit_of=limit_of,
+        batch=batch,
+        workspace_bytes=workspace,
+        attention=needs.attention if needs else "",
+        dense_lines=needs.dense_lines if needs else (),
     )
+
+
+def _remedy(lack: int, tokens: int, kv_bytes: int, margin: int) -> str:
+    """Which line to change and by how much, the least painful first."""
+    ways = []
+    if kv_bytes >= lack and tokens:
+        ways.append(f"lower --context to {int(tokens * (kv_bytes - lack) / kv_bytes):,}")
+    if margin >= lack:
+        ways.append(f"lower --margin to {format_bytes(margin - lack)}")
+    more = f"give {format_bytes(lack)} more"
+    if not ways:
+        still = format_bytes(max(0, lack - kv_bytes - margin))
+        return f"{more}; without any context and margin {still} would still lack"
+    return f"{more}, or {', or '.join(ways)}"
 
 
 def _counted(

@@ -17,12 +17,14 @@ import numpy.typing as npt
 from ktplan.experts import ExpertSet
 from ktplan.model import ModelSpec
 from ktplan.placement.budget import slots_of
+from ktplan.placement.choose import Chooser, Judged, judge
+from ktplan.placement.replay import Routing
 from ktplan.placement.strategies import DEFAULT_SEED, STRATEGIES, Cells, choose
+from ktplan.profile.curves import band
 from ktplan.profile.profile import ActivationProfile
 
 FOLDS: Final = 5
 DRAWS: Final = 1000
-BAND: Final = (0.05, 0.95)
 _PLACES: Final = 6  # decimals of a rate in a file: far below any interval, and the same on every machine
 
 
@@ -83,26 +85,29 @@ def held_out(
 
     None when the profile has a single document.
     """
-    folds = min(folds, profile.documents)
-    if folds < 2:
+    chooser = Chooser(strategy=strategy, slots=slots, routing=Routing(profile), seed=seed)
+    return held_out_of(judge(chooser, folds), profile, seed)
+
+
+def held_out_of(judged: Judged, profile: ActivationProfile, seed: int) -> HeldOut | None:
+    """The held-out rate of a strategy that was judged."""
+    if judged.held_hits is None or judged.folds is None:
         return None
-    cells = Cells(profile.layers, profile.experts)
-    dealt = profile.folds(folds)
-    total = profile.total()
-    hits = np.zeros(profile.documents, dtype=np.int64)
-    for fold in range(folds):
-        left_out = profile.select(np.flatnonzero(dealt == fold))
-        gpu = choose(strategy, cells, slots, total - left_out.total(), seed)
-        hits[dealt == fold], _ = _served(gpu, left_out)
-    all_slots = _slots(profile)
-    low, high = _bootstrap(hits, all_slots, seed)
-    return HeldOut(_rate(hits, all_slots), low, high, folds)
+    slots = profile.slots()
+    low, high = band(judged.held_hits[:, None], slots, DRAWS, seed & 0xFFFFFFFF)
+    rate = _rate(judged.held_hits, slots)
+    return HeldOut(rate, round(float(low[0]), _PLACES), round(float(high[0]), _PLACES), judged.folds)
 
 
 def expect(
-    profile: ActivationProfile, gpu: ExpertSet, *, strategy: str, seed: int = DEFAULT_SEED
+    profile: ActivationProfile,
+    gpu: ExpertSet,
+    *,
+    strategy: str,
+    seed: int = DEFAULT_SEED,
+    judged: Judged | None = None,
 ) -> Expectation:
-    """Everything a plan promises of its profile."""
+    """Everything a plan promises of its profile; `judged` where the strategy was already tried by folds."""
     cells = Cells(profile.layers, profile.experts)
     slots = len(gpu)
     total = profile.total()
@@ -110,7 +115,7 @@ def expect(
     def rate(name: str) -> float:
         return hit_rate(choose(name, cells, slots, total, seed), profile)
 
-    left_out = held_out(profile, strategy, slots, seed=seed)
+    left_out = held_out_of(judged, profile, seed) if judged else held_out(profile, strategy, slots, seed=seed)
     return Expectation(
         in_sample=hit_rate(gpu, profile),
         held_out=left_out.rate if left_out else None,
@@ -164,22 +169,8 @@ def _served(
 
 
 def _slots(profile: ActivationProfile) -> npt.NDArray[np.int64]:
-    return np.asarray(profile.tokens * (profile.top_k * len(profile.layers)), dtype=np.int64)
+    return profile.slots()
 
 
 def _rate(hits: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> float:
     return round(int(hits.sum()) / int(slots.sum()), _PLACES)
-
-
-def _bootstrap(hits: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], seed: int) -> tuple[float, float]:
-    """Quantiles of the pooled rate when whole documents are drawn with replacement."""
-    draw = np.random.RandomState(
-        seed & 0xFFFFFFFF
-    )  # its stream is frozen: the same interval on every machine
-    rates = []
-    for _ in range(DRAWS):
-        chosen = draw.randint(0, len(hits), size=len(hits))
-        rates.append(_rate(hits[chosen], slots[chosen]))
-    rates.sort()
-    low, high = (rates[min(DRAWS - 1, round(share * DRAWS))] for share in BAND)
-    return low, high

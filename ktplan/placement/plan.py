@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -13,8 +13,12 @@ from ktplan.errors import BadInput, BadUsage
 from ktplan.experts import ExpertSet, format_ranges, parse_ranges
 from ktplan.model import ModelSpec
 from ktplan.placement.budget import Budget, fit
+from ktplan.placement.decide import decide, setting_of
 from ktplan.placement.evaluate import Expectation, expect
-from ktplan.placement.strategies import DEFAULT_SEED, Cells, choose
+from ktplan.placement.known import reference
+from ktplan.placement.machine import HardwareSpec
+from ktplan.placement.predict import Prediction
+from ktplan.placement.strategies import DEFAULT_SEED, Cells, choose, compat
 from ktplan.profile.profile import ActivationProfile
 from ktplan.rules import is_device
 
@@ -55,6 +59,7 @@ class PlacementPlan:
     devices: Mapping[str, ExpertSet]  # disjoint; plans made here have the one device "gpu"
     expectation: Expectation | None = None  # None: no profile
     inputs: Mapping[str, str] = field(default_factory=dict)  # name to digest of what the plan was made from
+    prediction: Prediction | None = None  # None: no profile
 
     def __post_init__(self) -> None:
         fault = self._fault()
@@ -130,6 +135,7 @@ class PlacementPlan:
             "gpu": {device: experts.to_ranges() for device, experts in self.devices.items()},
             "expectation": self.expectation.to_dict() if self.expectation else None,
             "inputs": dict(self.inputs),
+            "prediction": self.prediction.to_dict() if self.prediction else None,
         }
 
     def save(self, path: Path) -> None:
@@ -156,19 +162,40 @@ def make_plan(
     slots: int | None = None,
     budget: Budget | None = None,
     seed: int = DEFAULT_SEED,
+    machine: HardwareSpec | None = None,
+    cpu_expert: int | None = None,
+    kt_compat: bool = False,
 ) -> PlacementPlan:
     """Choose `slots` experts (or as many as `budget` has) for the GPU.
 
-    Without a profile every strategy but `frequency` works, and the plan promises nothing. Raises BadUsage for an
-    unknown strategy, slots out of range or missing counts, BadInput for the profile of another model.
+    Without a profile `frequency`, `optimal` and `robust` do not work, and the plan promises nothing. With one it
+    carries hit rates and predicted speeds for `machine` (a published reference machine by default); generated
+    tokens decide where the profile has some. `optimal` keeps `frequency`'s experts where those are faster on
+    left-out documents. `cpu_expert` is the bytes of an expert in CPU memory (INT8 by default). `kt_compat` repeats
+    sglang-kt's quirks: layers that it takes for MoE, dense rows that win ties.
+
+    Raises BadUsage for an unknown strategy, slots out of range or missing counts, BadInput for the profile of another
+    model.
     """
     if (slots is None) == (budget is None):
         raise BadUsage(
             "give either slots or a budget", hint="slots is a number of experts, a budget knows bytes"
         )
     budget = budget or fit(spec, slots=slots)
-    counts = profile.for_model(spec).total() if profile else None
-    gpu = choose(strategy, Cells(spec.moe_layers, spec.experts), budget.slots, counts, seed)
+    machine = machine or reference()
+    inputs = {"profile": profile.digest()} if profile else {}
+    prediction = expectation = None
+    if profile is None or kt_compat:
+        counts = profile.for_model(spec).total() if profile else None
+        cells = Cells(spec.moe_layers, spec.experts)
+        chosen = compat(spec, strategy, budget.slots, counts, seed) if kt_compat else None
+        gpu = chosen if chosen is not None else choose(strategy, cells, budget.slots, counts, seed)
+        expectation = expect(profile, gpu, strategy=strategy, seed=seed) if profile else None
+    else:
+        planned = profile.for_model(spec).planning()
+        setting = setting_of(spec, budget, machine, cpu_expert)
+        gpu, judged, prediction = decide(planned, strategy, budget.slots, setting, seed)
+        expectation = expect(planned, gpu, strategy=strategy, seed=seed, judged=judged)
     return PlacementPlan(
         model=spec.name,
         family=spec.family,
@@ -184,10 +211,11 @@ def make_plan(
         ),
         strategy=strategy,
         seed=seed,
-        budget=budget,
+        budget=replace(budget, slots=len(gpu)) if len(gpu) != budget.slots else budget,
         devices={GPU: gpu},
-        expectation=expect(profile, gpu, strategy=strategy, seed=seed) if profile else None,
-        inputs={"profile": profile.digest()} if profile else {},
+        expectation=expectation,
+        inputs=inputs,
+        prediction=prediction,
     )
 
 
@@ -219,16 +247,19 @@ def _parse(body: Mapping[str, Any]) -> PlacementPlan:
         if expectation is None
         else Expectation(**{part.name: _number(expectation[part.name]) for part in fields(Expectation)}),
         inputs={_typed(name, str): _typed(digest, str) for name, digest in body["inputs"].items()},
+        prediction=None if body.get("prediction") is None else Prediction.from_dict(body["prediction"]),
     )
 
 
 def _budget(body: Mapping[str, Any]) -> Budget:
-    values = {line.name: body[line.name] for line in fields(Budget)}
+    values = {line.name: body[line.name] for line in fields(Budget) if line.name in body}
     for name, value in values.items():
         if value is None and name in ("limit_bytes", "limit_of"):
             continue
-        if name in ("asked", "gpu_format", "limit_of"):
+        if name in ("asked", "gpu_format", "limit_of", "attention"):
             _typed(value, str)
+        elif name == "dense_lines":
+            values[name] = tuple((_typed(what, str), _typed(size, int)) for what, size in value)
         elif _typed(value, int) < 0:
             raise BadInput(f"{name} of the budget is {value}", hint=_AGAIN)
     return Budget(**values)

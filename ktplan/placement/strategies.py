@@ -10,13 +10,14 @@ take no slots, and ties fall to the lower layer, then to the lower id, where tor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from ktplan.errors import BadUsage
 from ktplan.experts import ExpertId, ExpertSet
+from ktplan.model import ModelSpec
 from ktplan.profile.profile import Counts
 
 DEFAULT_SEED: Final = 42  # sglang-kt's, where it is no flag
@@ -40,35 +41,37 @@ class Cells(NamedTuple):
         )
 
 
-Strategy = Callable[[Cells, int, Counts | None, int], ExpertSet]
+Indices = npt.NDArray[np.int64]  # cells, in no order
+Strategy = Callable[[Cells, int, Counts | None, int], Indices]
 
 
-def uniform(cells: Cells, slots: int, counts: Counts | None, seed: int) -> ExpertSet:
+def uniform(cells: Cells, slots: int, counts: Counts | None, seed: int) -> Indices:
     """The same number in every MoE layer, lowest ids first; what is left goes one each to the first layers."""
     each, extra = divmod(slots, len(cells.layers))
-    return ExpertSet(
-        ExpertId(layer, expert)
-        for place, layer in enumerate(cells.layers)
-        for expert in range(each + (place < extra))
+    return np.concatenate(
+        [
+            np.arange(each + (place < extra), dtype=np.int64) + place * cells.experts
+            for place in range(len(cells.layers))
+        ]
     )
 
 
-def frequency(cells: Cells, slots: int, counts: Counts | None, seed: int) -> ExpertSet:
+def frequency(cells: Cells, slots: int, counts: Counts | None, seed: int) -> Indices:
     """The most used experts of the whole model, whatever layer they are in; ties to the lower layer, then id."""
     if counts is None:
         raise BadUsage("strategy 'frequency' needs counts", hint="give --profile, or another --strategy")
     # A stable sort of the negated counts keeps equal ones in cell order.
-    return cells.at(np.argsort(-counts.ravel(), kind="stable")[:slots])
+    return np.argsort(-counts.ravel(), kind="stable")[:slots].astype(np.int64)
 
 
-def front_loading(cells: Cells, slots: int, counts: Counts | None, seed: int) -> ExpertSet:
+def front_loading(cells: Cells, slots: int, counts: Counts | None, seed: int) -> Indices:
     """Whole layers from the first MoE layer on, lowest ids in the last one."""
-    return cells.at(range(slots))
+    return np.arange(slots, dtype=np.int64)
 
 
-def random(cells: Cells, slots: int, counts: Counts | None, seed: int) -> ExpertSet:
+def random(cells: Cells, slots: int, counts: Counts | None, seed: int) -> Indices:
     """`torch.randperm` over all cells, the first ones taken: a control that any profile should beat."""
-    return cells.at(torch_permutation(cells.size, seed)[:slots])
+    return torch_permutation(cells.size, seed)[:slots]
 
 
 STRATEGIES: Final[Mapping[str, Strategy]] = {
@@ -79,10 +82,37 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
 }
 
 
+@overload
 def choose(
-    strategy: str, cells: Cells, slots: int, counts: Counts | None, seed: int = DEFAULT_SEED
-) -> ExpertSet:
-    """Apply a strategy by name. `counts` int64 [MoE layers, experts] is needed by `frequency` alone.
+    strategy: str,
+    cells: Cells,
+    slots: int,
+    counts: Counts | None,
+    seed: int = ...,
+    *,
+    as_cells: Literal[True],
+) -> Indices: ...
+@overload
+def choose(
+    strategy: str,
+    cells: Cells,
+    slots: int,
+    counts: Counts | None,
+    seed: int = ...,
+    *,
+    as_cells: Literal[False] = ...,
+) -> ExpertSet: ...
+def choose(
+    strategy: str,
+    cells: Cells,
+    slots: int,
+    counts: Counts | None,
+    seed: int = DEFAULT_SEED,
+    *,
+    as_cells: bool = False,
+) -> ExpertSet | Indices:
+    """Apply a strategy by name; as positions of cells when asked. `counts` int64 [MoE layers, experts] is needed
+    by `frequency` alone.
 
     Raises BadUsage for an unknown strategy, slots outside 0 .. all, a negative seed, or missing counts.
     """
@@ -94,7 +124,31 @@ def choose(
         )
     if seed < 0:
         raise BadUsage(f"seed {seed} is negative", hint="give 0 or more")
-    return STRATEGIES[strategy](cells, slots, counts, seed)
+    found = STRATEGIES[strategy](cells, slots, counts, seed)
+    return found if as_cells else cells.at(found)
+
+
+def compat(
+    spec: ModelSpec, strategy: str, slots: int, counts: Counts | None, seed: int = DEFAULT_SEED
+) -> ExpertSet:
+    """sglang-kt's own outcome, quirks included, as experts that exist; some slots may be lost.
+
+    It reads DeepSeek's keys alone, so that every layer of another family is MoE to it. Its `frequency` ranks dense rows
+    too; once fewer cells were used than there are slots they win ties (torch leaves the order open; here it is by
+    row). Without counts its `frequency` is a top-N over ties.
+    """
+    seen = spec.moe_layers if spec.family.startswith("deepseek") else tuple(range(spec.layers))
+    if strategy == "frequency":
+        table = np.zeros((spec.layers, spec.experts), dtype=np.int64)
+        table[list(spec.moe_layers)] = 1 if counts is None else counts
+        cells = Cells(tuple(range(spec.layers)), spec.experts)
+        found = cells.at(frequency(cells, min(slots, len(seen) * spec.experts), table, seed))
+    elif strategy in STRATEGIES:
+        found = choose(strategy, Cells(seen, spec.experts), slots, counts, seed)
+    else:
+        raise BadUsage(f"sglang-kt has no strategy '{strategy}'", hint=f"it has {', '.join(STRATEGIES)}")
+    real = set(spec.moe_layers)
+    return ExpertSet(expert for expert in found if expert.layer in real)
 
 
 def torch_permutation(size: int, seed: int) -> npt.NDArray[np.int64]:

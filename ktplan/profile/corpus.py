@@ -2,33 +2,54 @@
 
     .txt, .md      the whole file is one document
     .jsonl         one document a line, an object with a text field; blank lines are nothing
+    .json          a list of such objects, or an object with one such list
+    .csv, .tsv     a heading, then one document a row
+    .parquet       one document a row (needs pandas with pyarrow)
 
-A line that cannot be used is told to the caller, never dropped in silence; a file without a single usable
-document is an error. This file does not know what a token is.
+A row without the text field that has chat `messages` (role, content) or ShareGPT `conversations` (from, value) is a
+document too. A row that cannot be used is told to the caller, never dropped in silence; a file without a single
+usable document is an error. This file does not know what a token is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ktplan.artifact import sha256_bytes, sha256_file
 from ktplan.errors import BadInput, BadUsage
+from ktplan.profile.rows import Messages, Rows, chat_of, plain_chat, table_rows
 
 TEXT_SUFFIXES = (".txt", ".md")
 LINES_SUFFIXES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES)
 NAMED_LINES = 8  # a warning names so many lines and counts the rest
 
 
 class Document(NamedTuple):
-    """One text. `id` is the row's own "id" or `file:line`; `source` is the file it came from, by name."""
+    """One text. `id` is the row's own "id" or `file:line`; `source` is the file it came from, by name.
+
+    `dataset` is the group it was given to be told apart from others; empty where none was named.
+    """
 
     id: str
     text: str
     source: str
+    dataset: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How rows become documents. `chat` writes messages as the model's own template does."""
+
+    text_field: str = "text"
+    strict: bool = False
+    group_by: str | None = None  # a field whose value is the document's data set
+    chat: Callable[[Messages], str] = plain_chat
 
 
 class Skipped(NamedTuple):
@@ -64,10 +85,22 @@ class Corpus:
         return f"skipped {len(self.skipped):,} unusable line{'s'[: len(self.skipped) > 1]}: {', '.join(named)}{more}"
 
 
-def read_corpus(paths: Sequence[Path], text_field: str = "text", *, strict: bool = False) -> Corpus:
-    """All documents of `paths` with the lines that were skipped; see `documents` for what it raises."""
+def read_corpus(
+    paths: Sequence[Path],
+    text_field: str = "text",
+    *,
+    strict: bool = False,
+    datasets: Mapping[Path, str] | None = None,
+    group_by: str | None = None,
+    chat: Callable[[Messages], str] = plain_chat,
+) -> Corpus:
+    """All documents of `paths` with the lines that were skipped; see `documents` for what it raises.
+
+    `datasets` names the data set of each file; `group_by` a field of a row that does so instead.
+    """
     skipped: list[Skipped] = []
-    found = tuple(documents(paths, text_field, strict=strict, on_skip=skipped.append))
+    how = Reading(text_field=text_field, strict=strict, group_by=group_by, chat=chat)
+    found = tuple(documents(paths, how=how, datasets=datasets or {}, on_skip=skipped.append))
     names = source_names(paths)
     files = tuple(CorpusFile(names[path], sha256_file(path)) for path in names)
     return Corpus(documents=found, skipped=tuple(skipped), files=files)
@@ -79,25 +112,30 @@ def documents(
     *,
     strict: bool = False,
     on_skip: Callable[[Skipped], None] | None = None,
+    how: Reading | None = None,
+    datasets: Mapping[Path, str] | None = None,
 ) -> Iterator[Document]:
-    """The documents of text and jsonl files, in order.
+    """The documents of some files, in order.
 
-    Lines that are no JSON object or have no text under `text_field` are reported to `on_skip`; with `strict`
-    the first one raises instead. Raises BadInput for a file that is empty, is not UTF-8 (with line and byte
-    offset) or holds no usable document, and BadUsage for no file at all or a kind of file that is neither
-    text nor jsonl.
+    Rows that are no object or have neither text under `text_field` nor chat messages are reported to `on_skip`; with
+    `strict` the first one raises instead. Raises BadInput for a file that is empty, is not UTF-8 (with line and byte
+    offset) or holds no usable document, BadUsage for no file at all or an unknown kind of file, MachineLacks for a
+    parquet file where nothing reads them.
     """
+    how = how or Reading(text_field=text_field, strict=strict)
     for path, name in source_names(paths).items():
         suffix = path.suffix.lower()
-        if suffix in TEXT_SUFFIXES:
-            yield _whole_file(path, name)
-        elif suffix in LINES_SUFFIXES:
-            yield from _lines(path, name, text_field, strict, on_skip or (lambda row: None))
-        else:
+        if suffix not in SUFFIXES:
             raise BadUsage(
-                f"{path} is neither text (.txt) nor documents (.jsonl)",
+                f"{path} is neither text (.txt) nor documents (.jsonl, .json, .csv, .parquet)",
                 hint='a .txt file is one document; a .jsonl file has one object a line, {"text": "..."}',
             )
+        group = (datasets or {}).get(path, "")
+        if suffix in TEXT_SUFFIXES:
+            yield _whole_file(path, name)._replace(dataset=group)
+            continue
+        rows = _lines(path) if suffix in LINES_SUFFIXES else _table(path, suffix)
+        yield from _documents(path, name, group, rows, how, on_skip or (lambda row: None))
 
 
 def digest(paths: Iterable[Path]) -> str:
@@ -141,11 +179,39 @@ def _whole_file(path: Path, name: str) -> Document:
     return Document(name, text, name)
 
 
-def _lines(
-    path: Path, name: str, text_field: str, strict: bool, on_skip: Callable[[Skipped], None]
+def _documents(
+    path: Path, name: str, group: str, rows: Rows, how: Reading, on_skip: Callable[[Skipped], None]
 ) -> Iterator[Document]:
-    usable = rows = 0
+    usable = count = 0
     keys: set[str] = set()
+    for number, row in rows:
+        count += 1
+        found = _row(row, how, keys) if isinstance(row, dict) else str(row)
+        if isinstance(found, str):
+            if how.strict:
+                raise BadInput(
+                    f"{path} line {number} cannot be used: {found}",
+                    hint="mend the line, or leave out --strict",
+                )
+            on_skip(Skipped(name, number, found))
+            continue
+        usable += 1
+        yield Document(found.id or f"{name}:{number}", found.text, name, found.group or group)
+    if not count:
+        raise _empty(path)
+    if not usable:
+        have = (
+            f"the fields found are: {', '.join(sorted(keys)[:NAMED_LINES])}"
+            if keys
+            else "no line is a JSON object"
+        )
+        raise BadInput(
+            f"{path} has no usable document: no line of {count:,} has text under '{how.text_field}'; {have}",
+            hint="name the field that holds the text with --text-field",
+        )
+
+
+def _lines(path: Path) -> Rows:
     offset = 0
     for number, line in enumerate(_read(path).split(b"\n"), start=1):
         try:
@@ -155,57 +221,60 @@ def _lines(
         offset += len(line) + 1
         if not text.strip():
             continue
-        rows += 1
-        found = _row(text, text_field, keys)
-        if isinstance(found, str):
-            if strict:
-                raise BadInput(
-                    f"{path} line {number} cannot be used: {found}",
-                    hint="mend the line, or leave out --strict",
-                )
-            on_skip(Skipped(name, number, found))
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError):
+            yield number, "not JSON"
             continue
-        usable += 1
-        yield Document(found.id or f"{name}:{number}", found.text, name)
-    if not rows:
+        yield number, row if isinstance(row, dict) else "not a JSON object"
+
+
+def _table(path: Path, suffix: str) -> Rows:
+    if suffix == ".parquet":
+        return table_rows(path, suffix, "")
+    data = _read(path)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        line = data.count(b"\n", 0, fault.start) + 1
+        raise _not_utf8(path, line, fault.start, data[fault.start]) from None
+    if not text.strip():
         raise _empty(path)
-    if not usable:
-        have = (
-            f"the fields found are: {', '.join(sorted(keys)[:NAMED_LINES])}"
-            if keys
-            else "no line is a JSON object"
-        )
-        raise BadInput(
-            f"{path} has no usable document: no line of {rows:,} has text under '{text_field}'; {have}",
-            hint="name the field that holds the text with --text-field",
-        )
+    return table_rows(path, suffix, text)
 
 
 class _Row(NamedTuple):
     id: str | None
     text: str
+    group: str | None
 
 
-def _row(line: str, text_field: str, keys: set[str]) -> _Row | str:
+def _row(row: dict[str, Any], how: Reading, keys: set[str]) -> _Row | str:
     """The row's text, or what is wrong with it. Adds the field names it saw to `keys`."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return "not JSON"
-    if not isinstance(row, dict):
-        return "not a JSON object"
     keys.update(row)
-    if text_field not in row:
-        return f"no '{text_field}'"
-    text = row[text_field]
-    if not isinstance(text, str):
-        return f"'{text_field}' is no text"
+    field = how.text_field
+    if field in row:
+        text = row[field]
+        if not isinstance(text, str):
+            return f"'{field}' is no text"
+    else:
+        messages = chat_of(row)
+        if messages is None:
+            return f"no '{field}'"
+        if isinstance(messages, str):
+            return messages
+        text = how.chat(messages)
     if not text.strip():
-        return f"'{text_field}' is empty"
+        return f"'{field}' is empty"
     if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
-        return f"'{text_field}' has half a surrogate pair"
+        return f"'{field}' has half a surrogate pair"
     own = row.get("id")
-    return _Row(own if isinstance(own, str) and own else None, text)
+    group = None
+    if how.group_by is not None:
+        if row.get(how.group_by) in (None, ""):
+            return f"no '{how.group_by}' to group by"
+        group = str(row[how.group_by])
+    return _Row(own if isinstance(own, str) and own else None, text, group)
 
 
 def _read(path: Path) -> bytes:

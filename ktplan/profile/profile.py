@@ -1,20 +1,17 @@
 """ActivationProfile: how often each routed expert was chosen, document by document.
 
 Documents stay apart because tokens of one document choose alike: whatever is said about another text
-(held-out hit rates, their intervals) must leave whole documents out.
-
-On disk it is one safetensors file: `counts` [documents, MoE layers, experts] and `tokens` [documents], and
-all else as JSON under one metadata key. Same profile, same bytes.
+(held-out hit rates, their intervals) must leave whole documents out. Prompt and generated tokens stay apart
+because they choose differently and a placement exists for the latter; gate ranks because a deferred expert is
+worth less than an immediate one.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +19,13 @@ import numpy.typing as npt
 from ktplan.artifact import sha256_bytes, write_whole
 from ktplan.errors import BadInput
 from ktplan.model import ModelSpec
-from ktplan.model.header import Header, read_header
 from ktplan.profile.corpus import CorpusFile
+from ktplan.profile.trace import Trace
 
-KIND: Final = "activation-profile"
-VERSION: Final = 1
-_AGAIN = "record it again with 'ktplan profile'"
-_FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
+AGAIN: Final = "record it again with 'ktplan profile'"
+PHASES: Final = ("prefill", "decode")
+SLOTS_PER_EXPERT: Final = 50  # fewer choices an expert than this leave the order of experts to chance
+Phase = Literal["prefill", "decode"]
 
 Counts = npt.NDArray[np.int64]
 
@@ -38,7 +35,10 @@ class ActivationProfile:
     """Counts of routed slots. A token fills `top_k` slots in each MoE layer, so every row's sum is known.
 
     `counts[d, m, e]`: slots of document d in MoE layer `layers[m]` that chose expert e; `tokens[d]`: real
-    tokens, neither padding nor special tokens. Raises BadInput when the parts contradict each other.
+    tokens, neither padding nor special tokens. `decode_*` is the part of both that generated tokens have; without
+    it every token is of a prompt, or (imported counts, `phases_known` false) nobody knows. `ranked[d, p, m, e, r]`
+    splits the counts by phase and gate rank. Imported counts may break the sum (`exact` false): then `tokens` is the
+    least number of tokens that explains them. Raises BadInput when the parts contradict each other.
     """
 
     counts: Counts  # int64 [documents, MoE layers, experts]
@@ -47,16 +47,26 @@ class ActivationProfile:
     sources: tuple[str, ...]  # the corpus file of each document, by name
     layers: tuple[int, ...]  # the model's own numbers of its MoE layers
     top_k: int
-    fingerprint: str
+    fingerprint: str  # "" where the importer's source names no model
     model: str
     family: str
     files: tuple[CorpusFile, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)  # how it was recorded
+    decode_counts: Counts | None = None
+    decode_tokens: Counts | None = None
+    ranked: npt.NDArray[np.uint32] | None = None  # [documents, phases present, MoE layers, experts, top_k]
+    trace: Trace | None = None
+    tokenizer: str | None = None  # digest of the tokenizer's files
+    datasets: tuple[str, ...] = ()  # the data set of each document; empty: one for each source
+    exact: bool = True
+    phases_known: bool = True
 
     def __post_init__(self) -> None:
-        fault = self._fault()
+        fault = self._fault() or self._phase_fault()
+        if fault is None and self.trace is not None:
+            fault = self.trace.fault(self.documents, len(self.layers), self.experts, self.top_k)
         if fault:
-            raise BadInput(f"the activation profile contradicts itself: {fault}", hint=_AGAIN)
+            raise BadInput(f"the activation profile contradicts itself: {fault}", hint=AGAIN)
 
     def _fault(self) -> str | None:
         documents = len(self.document_ids)
@@ -65,21 +75,31 @@ class ActivationProfile:
             return f"counts have shape {list(shape)}, {documents} documents and {len(self.layers)} layers are named"
         if self.tokens.shape != (documents,) or len(self.sources) != documents:
             return f"{documents} documents, {self.tokens.size} token totals, {len(self.sources)} sources"
+        if self.datasets and len(self.datasets) != documents:
+            return f"{documents} documents, {len(self.datasets)} data sets"
         if list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             return f"layer numbers {list(self.layers)} do not ascend"
         if not 1 <= self.top_k <= self.experts:
             return f"top-{self.top_k} of {self.experts} experts"
         if self.counts.min() < 0 or self.tokens.min() < 1:
             return "a count is negative or a document has no token"
-        if np.any(self.counts.max(axis=2) > self.tokens[:, None]):
-            return "an expert was chosen more often than there are tokens"
-        wrong = np.argwhere(self.counts.sum(axis=2) != self.tokens[:, None] * self.top_k)
-        if len(wrong):
-            document, layer = wrong[0]
-            return (
-                f"document {self.document_ids[document]} has {int(self.counts[document, layer].sum()):,} routed slots "
-                f"in layer {self.layers[layer]}, {self.tokens[document]:,} tokens x top-{self.top_k} are expected"
-            )
+        return _slots_fault(self) if self.exact else None
+
+    def _phase_fault(self) -> str | None:
+        if (self.decode_counts is None) != (self.decode_tokens is None):
+            return "generated tokens without their counts"
+        if self.decode_counts is not None and self.decode_tokens is not None:
+            if self.decode_counts.shape != self.counts.shape or self.decode_tokens.shape != self.tokens.shape:
+                return "the counts of generated tokens have another shape"
+            if self.decode_counts.min() < 0 or np.any(self.decode_counts > self.counts):
+                return "more choices of generated tokens than of all tokens"
+        if self.ranked is not None:
+            phases = 1 if self.decode_counts is None else 2
+            wanted = (self.documents, phases, len(self.layers), self.experts, self.top_k)
+            if self.ranked.shape != wanted:
+                return f"the counts by gate rank have shape {list(self.ranked.shape)}, {list(wanted)} is expected"
+            if not np.array_equal(self.ranked.sum(axis=(1, 4), dtype=np.int64), self.counts):
+                return "the counts by gate rank do not sum up to the counts"
         return None
 
     @property
@@ -97,38 +117,88 @@ class ActivationProfile:
         """Real tokens in all documents."""
         return int(self.tokens.sum())
 
+    @property
+    def decode_token_count(self) -> int:
+        """Generated tokens among them."""
+        return 0 if self.decode_tokens is None else int(self.decode_tokens.sum())
+
+    @property
+    def dataset_of(self) -> tuple[str, ...]:
+        """The data set of each document: as named when it was recorded, else its file."""
+        return self.datasets or self.sources
+
     def total(self) -> Counts:
         """int64 [MoE layers, experts]: counts over all documents."""
         return np.asarray(self.counts.sum(axis=0), dtype=np.int64)
 
+    def slots(self) -> Counts:
+        """int64 [documents]: routed slots of each document in all layers."""
+        return np.asarray(self.counts.sum(axis=(1, 2)), dtype=np.int64)
+
+    def by_rank(self) -> npt.NDArray[np.int64] | None:
+        """int64 [MoE layers, experts, top_k] over all documents and phases; None where ranks were not kept."""
+        return None if self.ranked is None else self.ranked.sum(axis=(0, 1), dtype=np.int64)
+
     def for_model(self, spec: ModelSpec) -> ActivationProfile:
-        """This profile, when it was recorded on the model of `spec`; raises BadInput showing both otherwise."""
+        """This profile, when it was recorded on the model of `spec`; raises BadInput showing both otherwise.
+
+        Imported counts that name no model are taken when their shape fits.
+        """
         own, other = (len(self.layers), self.experts), (len(spec.moe_layers), spec.experts)
-        if self.fingerprint == spec.fingerprint and self.layers == spec.moe_layers and own == other:
+        same = self.fingerprint == spec.fingerprint or not self.fingerprint
+        if same and self.layers == spec.moe_layers and own == other and self.top_k == spec.top_k:
             return self
         raise BadInput(
             f"the profile was recorded on another model: {self.model} ({self.family}, {own[0]} MoE layers x {own[1]} "
-            f"experts, {self.fingerprint}), this one is {spec.name} ({spec.family}, {other[0]} MoE layers x "
-            f"{other[1]} experts, {spec.fingerprint})",
+            f"experts, {self.fingerprint or 'no fingerprint'}), this one is {spec.name} ({spec.family}, {other[0]} MoE "
+            f"layers x {other[1]} experts, {spec.fingerprint})",
             hint="record a profile on this model with 'ktplan profile'",
         )
 
     def select(self, documents: Sequence[int] | npt.NDArray[np.intp]) -> ActivationProfile:
         """The profile of some documents, by position."""
         chosen = [int(document) for document in documents]
-        return ActivationProfile(
+        return replace(
+            self,
             counts=self.counts[chosen],
             tokens=self.tokens[chosen],
             document_ids=tuple(self.document_ids[document] for document in chosen),
             sources=tuple(self.sources[document] for document in chosen),
-            layers=self.layers,
-            top_k=self.top_k,
-            fingerprint=self.fingerprint,
-            model=self.model,
-            family=self.family,
-            files=self.files,
-            settings=self.settings,
+            datasets=tuple(self.datasets[document] for document in chosen) if self.datasets else (),
+            decode_counts=None if self.decode_counts is None else self.decode_counts[chosen],
+            decode_tokens=None if self.decode_tokens is None else self.decode_tokens[chosen],
+            ranked=None if self.ranked is None else self.ranked[chosen],
+            trace=None if self.trace is None else self.trace.of(chosen),
         )
+
+    def phase(self, phase: Phase) -> ActivationProfile | None:
+        """The part of prompts or of generated tokens alone; None where no document has any, or phases are not known."""
+        if phase == "prefill" and self.decode_counts is None and self.phases_known:
+            return self
+        if self.decode_counts is None or self.decode_tokens is None:
+            return None
+        number = PHASES.index(phase)
+        tokens = self.decode_tokens if number else self.tokens - self.decode_tokens
+        kept = np.flatnonzero(tokens)
+        if not len(kept):
+            return None
+        part = replace(
+            self,
+            counts=self.decode_counts if number else self.counts - self.decode_counts,
+            tokens=np.maximum(tokens, 1),
+            decode_counts=None,
+            decode_tokens=None,
+            ranked=None if self.ranked is None else self.ranked[:, number : number + 1],
+            trace=None if self.trace is None else self.trace.of(list(range(self.documents)), number),
+            exact=False,
+        )
+        return replace(part.select(kept), exact=self.exact)
+
+    def planning(self) -> ActivationProfile:
+        """What a placement is for: the generated tokens where there are enough to rank experts by, else all."""
+        decoded = self.phase("decode")
+        enough = decoded is not None and decoded.token_count * self.top_k >= SLOTS_PER_EXPERT * self.experts
+        return decoded if decoded is not None and enough else self
 
     def folds(self, folds: int) -> npt.NDArray[np.int64]:
         """The fold of each document, int64 [documents]: 0 .. folds - 1.
@@ -161,43 +231,10 @@ class ActivationProfile:
         return sha256_bytes(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """The whole file. Counts are int32 where they fit."""
-        small = self.counts.max() < 2**31
-        arrays = {
-            "counts": self.counts.astype("<i4" if small else "<i8"),
-            "tokens": self.tokens.astype("<i8"),
-        }
-        about = {
-            "kind": KIND,
-            "version": VERSION,
-            "fingerprint": self.fingerprint,
-            "model": self.model,
-            "family": self.family,
-            "layers": list(self.layers),
-            "experts": self.experts,
-            "top_k": self.top_k,
-            "files": [{"name": file.name, "sha256": file.sha256} for file in self.files],
-            "documents": list(self.document_ids),
-            "sources": list(self.sources),
-            "settings": dict(self.settings),
-        }
-        # Written by hand because the safetensors package keeps metadata in a hash table of random order.
-        entries: dict[str, Any] = {
-            "__metadata__": {"ktplan": json.dumps(about, sort_keys=True, ensure_ascii=False)}
-        }
-        place = 0
-        for name, array in arrays.items():
-            entries[name] = {
-                "dtype": "I32" if array.itemsize == 4 else "I64",
-                "shape": list(array.shape),
-                "data_offsets": [place, place + array.nbytes],
-            }
-            place += array.nbytes
-        header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)
-        return b"".join(
-            [len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays.values())]
-        )
+        """The whole file; same profile, same bytes."""
+        from ktplan.profile.file import to_bytes
+
+        return to_bytes(self)
 
     def save(self, path: Path) -> None:
         """Write the profile, whole or not at all."""
@@ -206,105 +243,20 @@ class ActivationProfile:
     @classmethod
     def load(cls, path: Path) -> ActivationProfile:
         """Read and check a profile. Raises BadInput for a missing, damaged, foreign or newer file."""
-        try:
-            header = read_header(path)
-        except BadInput as fault:
-            raise BadInput(
-                fault.message, hint=f"give the file that 'ktplan profile' wrote, or {_AGAIN}"
-            ) from None
-        about = _about(path, header)
-        try:
-            return cls(
-                counts=_array(path, header, "counts"),
-                tokens=_array(path, header, "tokens"),
-                document_ids=_texts(about, "documents"),
-                sources=_texts(about, "sources"),
-                layers=tuple(_whole(number, "layers") for number in _list(about, "layers")),
-                top_k=_whole(about.get("top_k"), "top_k"),
-                fingerprint=_fingerprint(about),
-                model=_text(about.get("model"), "model"),
-                family=_text(about.get("family"), "family"),
-                files=tuple(_file(entry) for entry in _list(about, "files")),
-                settings=_settings(about),
-            )
-        except BadInput as fault:
-            raise BadInput(f"{path} is damaged: {fault.message}", hint=fault.hint or _AGAIN) from None
+        from ktplan.profile.file import load
+
+        return load(path)
 
 
-def _about(path: Path, header: Header) -> dict[str, Any]:
-    try:
-        about = json.loads(header.metadata.get("ktplan", "null"))
-    except (ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict) or about.get("kind") != KIND:
-        found = about.get("kind") if isinstance(about, dict) else None
-        raise BadInput(
-            f"{path} is not an {KIND}: it says kind {found!r}",
-            hint="give the file that 'ktplan profile' wrote",
+def _slots_fault(profile: ActivationProfile) -> str | None:
+    if np.any(profile.counts.max(axis=2) > profile.tokens[:, None]):
+        return "an expert was chosen more often than there are tokens"
+    wrong = np.argwhere(profile.counts.sum(axis=2) != profile.tokens[:, None] * profile.top_k)
+    if len(wrong):
+        document, layer = wrong[0]
+        return (
+            f"document {profile.document_ids[document]} has {int(profile.counts[document, layer].sum()):,} routed "
+            f"slots in layer {profile.layers[layer]}, {profile.tokens[document]:,} tokens x top-{profile.top_k} are "
+            "expected"
         )
-    if about.get("version") != VERSION:
-        raise BadInput(
-            f"{path} has version {about.get('version')!r} of {KIND}, this program reads version {VERSION}",
-            hint="use the program that wrote it, or record it again",
-        )
-    return about
-
-
-def _array(path: Path, header: Header, name: str) -> Counts:
-    info = header.tensors.get(name)
-    if info is None or info.dtype not in ("I32", "I64"):
-        raise BadInput(f"the tensor '{name}' is {'absent' if info is None else info.dtype}", hint=_AGAIN)
-    try:
-        with path.open("rb") as file:
-            file.seek(info.start)
-            data = file.read(info.bytes)
-    except OSError as fault:
-        raise BadInput(f"it cannot be read: {fault.strerror}", hint="check its permissions") from None
-    return (
-        np.frombuffer(data, dtype="<i4" if info.dtype == "I32" else "<i8")
-        .astype(np.int64)
-        .reshape(info.shape)
-    )
-
-
-def _list(about: Mapping[str, Any], key: str) -> list[Any]:
-    value = about.get(key)
-    if not isinstance(value, list):
-        raise BadInput(f"'{key}' is no list", hint=_AGAIN)
-    return value
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str):
-        raise BadInput(f"'{key}' is {value!r}, a text is expected", hint=_AGAIN)
-    return value
-
-
-def _texts(about: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    return tuple(_text(value, key) for value in _list(about, key))
-
-
-def _whole(value: Any, key: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise BadInput(f"'{key}' holds {value!r}, a whole number is expected", hint=_AGAIN)
-    return value
-
-
-def _fingerprint(about: Mapping[str, Any]) -> str:
-    value = _text(about.get("fingerprint"), "fingerprint")
-    if not _FINGERPRINT.fullmatch(value):
-        raise BadInput(f"the fingerprint '{value}' is none", hint=_AGAIN)
-    return value
-
-
-def _file(entry: Any) -> CorpusFile:
-    if not isinstance(entry, dict):
-        raise BadInput(f"'files' holds {entry!r}", hint=_AGAIN)
-    return CorpusFile(_text(entry.get("name"), "files"), _text(entry.get("sha256"), "files"))
-
-
-def _settings(about: Mapping[str, Any]) -> dict[str, Any]:
-    value = about.get("settings")
-    if not isinstance(value, dict):
-        raise BadInput("'settings' is no object", hint=_AGAIN)
-    return value
+    return None

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ktplan.artifact import write_whole
-from ktplan.profile.profile import ActivationProfile, Counts
+from ktplan.profile.profile import SLOTS_PER_EXPERT, ActivationProfile, Counts
 
 SHARES = (0.10, 0.25, 0.50)  # of the experts of a layer, busiest first
 UNSEEN_LIMIT = 0.01  # an estimated share of unseen choices above this deserves a word
-SLOTS_PER_EXPERT = 50  # fewer choices an expert than this leave the order of experts to chance
 _RATIO_LIMIT = 8.0  # colours end at 1/8 and 8 times the uniform share
 
 
@@ -101,11 +100,19 @@ def warnings(profile: ActivationProfile) -> list[str]:
 
 
 def save_plot(profile: ActivationProfile, path: Path) -> None:
-    """A heat map, layers down and experts across, as PNG: each cell's use relative to an even spread, log scale.
+    """`heat_map` as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    picture = io.BytesIO()
+    FigureCanvasAgg(heat_map(profile)).print_png(picture, metadata={"Software": None})
+    write_whole(path, picture.getvalue())
+
+
+def heat_map(profile: ActivationProfile) -> Any:
+    """A figure, layers down and experts across: each cell's use relative to an even spread, log scale.
 
     White is the even share, red above, blue below, grey never chosen.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -140,6 +147,4 @@ def save_plot(profile: ActivationProfile, path: Path) -> None:
     bar.ax.set_yticklabels(["1/8", "1/4", "1/2", "1", "2", "4", "8"])
     bar.ax.minorticks_off()
     bar.set_label("use / even share")
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
-    write_whole(path, picture.getvalue())
+    return figure

@@ -102,7 +102,7 @@ def test_byte_order_mark_and_windows_lines_are_no_trouble(tmp_path: Path) -> Non
 
 
 def test_other_kinds_of_file_no_file_and_the_same_file_twice_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", "x")
+    path = write(tmp_path / "a.xml", "x")
     with pytest.raises(BadUsage, match="neither text"):
         list(documents([path]))
     with pytest.raises(BadUsage, match="no text given"):

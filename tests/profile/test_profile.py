@@ -157,8 +157,10 @@ def test_a_foreign_or_newer_file_is_told_apart_from_a_damaged_one(tmp_path: Path
         ActivationProfile.load(tiny / "model.safetensors")
     path = tmp_path / "p.safetensors"
     profile().save(path)
-    rewrite(path, lambda tensors, about: about.update(version=2))
-    with pytest.raises(BadInput, match="version 2 of activation-profile, this program reads version 1"):
+    rewrite(path, lambda tensors, about: about.update(version=3))
+    with pytest.raises(
+        BadInput, match="version 3 of activation-profile, this program reads versions 1 and 2"
+    ):
         ActivationProfile.load(path)
     with pytest.raises(BadInput, match="cannot be read"):
         ActivationProfile.load(tmp_path / "absent.safetensors")

@@ -1,0 +1,158 @@
+"""The model that is profiled: its text, its forward pass, its next token."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from ktplan import network
+from ktplan.artifact import sha256_bytes, sha256_file
+from ktplan.cli.output import Output
+from ktplan.errors import BadInput, DoesNotFit
+from ktplan.profile.recorder import Decoder, Encoded, Forward, Tokens
+from ktplan.profile.rows import Messages, plain_chat
+from ktplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from ktplan.model import ModelSpec
+
+_WIDTH: Final = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+_MEMORY_SHARE: Final = (
+    0.6  # of free memory that weights may take before float32 is too much: loading needs room
+)
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+class Text:
+    """The model's tokenizer, loaded at first use."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._loaded: Any = None
+
+    @property
+    def _tokenizer(self) -> Any:
+        if self._loaded is None:
+            self._loaded = network.tokenizer(self._model)
+        return self._loaded
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that never count: padding, begin, end, and what a chat template puts between messages."""
+        return frozenset(int(number) for number in self._tokenizer.all_special_ids)
+
+    @property
+    def digest(self) -> str:
+        """Of the tokenizer's files."""
+        files = [self._model / name for name in _TOKENIZER_FILES if (self._model / name).is_file()]
+        return sha256_bytes("".join(f"{sha256_file(file)} {file.name}\n" for file in files).encode())
+
+    def encode(self, text: str) -> Encoded:
+        """See `ktplan.network.text_encoder`."""
+        return network.text_encoder(self._tokenizer)(text)
+
+    def chat(self, messages: Messages) -> str:
+        """Messages through the model's own template; one after another where it has none."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return plain_chat(messages)
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except TemplateError as fault:
+            raise BadInput(
+                f"the model's chat template refuses a row: {fault}", hint="mend the row, or leave it out"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the recorder needs of a network."""
+
+    modules: dict[int, tuple[str, Any]]
+    forward: Forward
+    decoder: Callable[[], Decoder]
+    how: dict[str, str]
+
+
+def choose_dtype(spec: ModelSpec, asked: str, out: Output) -> str:
+    """What to compute in, and whether the whole model fits into memory with it; None is read as enough."""
+    from ktplan.hardware import detect
+
+    machine = detect()
+    known = [amount for amount in (machine.memory_available, machine.memory_limit) if amount is not None]
+    free = min(known, default=None)
+    params = spec.dense_params + spec.expert_params
+    # float32 holds any stored weight exactly, so routing is the model's own; half types round every layer anew.
+    chosen = asked
+    if asked == "auto":
+        chosen = (
+            "float32" if free is None or params * _WIDTH["float32"] < _MEMORY_SHARE * free else spec.dtype
+        )
+        if chosen != "float32":
+            out.note(
+                f"computing in {chosen}: the model as float32 would not fit into {format_bytes(free or 0)}"
+            )
+    need = params * _WIDTH.get(chosen, 2)
+    if free is not None and need > free:
+        raise DoesNotFit(
+            f"{spec.name} as {chosen} needs {format_bytes(need)} of memory, {format_bytes(free)} are free",
+            hint="convert the experts with 'ktplan convert-cpu' and give that with --store",
+        )
+    return chosen
+
+
+def load(model: Path, store: Path | None, dtype: str, out: Output) -> Loaded:
+    """The network with its experts from the checkpoint or a store."""
+    modules: dict[int, tuple[str, Any]]
+    if store:
+        from ktplan.runtime import engine
+
+        loaded = engine.load(model, store=store, dtype=dtype, progress=out.progress()).network
+        whole = loaded.model
+        modules = {layer: (module.place.name, module) for layer, module in loaded.experts.items()}
+        how = {"dtype": str(loaded.dtype).removeprefix("torch."), "experts": "store"}
+    else:
+        with out.progress().task("loading the model", None):
+            whole = network.load_whole(model, dtype)
+        network.fit_torch_threads(whole)
+        modules = dict(network.experts_modules(whole))
+        how = {"dtype": dtype, "experts": "checkpoint"}
+    device = whole.get_input_embeddings().weight.device
+    parameters = inspect.signature(whole.forward).parameters
+    memory = "cache" if "cache" in parameters else "past_key_values"  # transformers < 5.24
+
+    def forward(ids: Tokens) -> object:
+        with torch.inference_mode():
+            return whole.base_model(input_ids=torch.from_numpy(ids).to(device), use_cache=False)
+
+    def decoder() -> Decoder:
+        state: dict[str, Any] = {}
+
+        def step(ids: Tokens) -> Tokens:
+            with torch.inference_mode():
+                answer = whole(
+                    input_ids=torch.from_numpy(np.ascontiguousarray(ids)).to(device),
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **{memory: state.get("cache")},
+                )
+            state["cache"] = answer.past_key_values
+            following: Tokens = answer.logits[:, -1].argmax(dim=-1).cpu().numpy()
+            return following
+
+        return step
+
+    return Loaded(modules, forward, decoder, how)
