@@ -80,7 +80,7 @@ def _quant_method(folder: Path) -> str | None:
 def expert_formats(spec: ModelSpec) -> dict[str, int]:
     """Bytes that one routed expert takes in each format the suite writes; formats that do not fit are left out."""
     from ktplan.placement.budget import GPU_FORMATS, expert_bytes
-    from ktplan.store.layout import legal_parts
+    from ktplan.store.layout import legal_parts, padded
     from ktplan.store.manifest import StoreShape
 
     sizes: dict[str, int] = {"bf16": expert_bytes(spec, "bf16")}
@@ -91,7 +91,7 @@ def expert_formats(spec: ModelSpec) -> dict[str, int]:
                 parts=1,
                 experts=spec.experts,
                 hidden=spec.hidden,
-                intermediate=spec.moe_intermediate,
+                intermediate=padded(spec.moe_intermediate, bits),
             )
             sizes[f"int{bits}"] = shape.plain_bytes(bits)
     for name in GPU_FORMATS:

@@ -35,7 +35,7 @@ from ktplan.kernels import Pool
 from ktplan.model.source import PROJECTIONS, WeightSource
 from ktplan.progress import SILENT, Progress, Task
 from ktplan.quant.scheme import Scheme
-from ktplan.store.layout import check_parts, layout_for
+from ktplan.store.layout import check_parts, layout_for, padded
 from ktplan.store.manifest import StoreManifest, StoreShape
 from ktplan.store.writer import shard_bytes, write_index
 
@@ -270,12 +270,13 @@ def publish(journal: Journal, source: WeightSource, scheme: Scheme, shape: Store
         layers=job.layers,
         experts=spec.experts,
         hidden=spec.hidden,
-        intermediate=spec.moe_intermediate,
+        intermediate=shape.intermediate,
         activation=spec.activation,
         files=tuple(layer.file for layer in done),
         errors={layer.file.layer: layer.errors for layer in done},
         output_errors={layer.file.layer: layer.output_errors for layer in done if layer.output_errors},
         wide=shape.wide,
+        padding=shape.padding,
     )
     journal.publish()
     write_index(journal.folder, manifest)
@@ -309,12 +310,14 @@ def job_of(
 def shape_of(source: WeightSource, scheme: Scheme, parts: int) -> StoreShape:
     """The sizes of the store that a conversion writes."""
     spec = source.spec
+    width = padded(spec.moe_intermediate, scheme.bits)
     return StoreShape(
         bits=scheme.bits,
         parts=parts,
         experts=spec.experts,
         hidden=spec.hidden,
-        intermediate=spec.moe_intermediate,
+        intermediate=width,
+        padding=width - spec.moe_intermediate,
     )
 
 

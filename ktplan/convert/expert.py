@@ -16,7 +16,7 @@ from ktplan.kernels import PackTask, Pool, pack_weights
 from ktplan.model.source import PROJECTIONS, ExpertWeights, Place, WeightSource
 from ktplan.quant.rounding import F32, multipliers
 from ktplan.quant.scheme import Scheme
-from ktplan.store.layout import U8
+from ktplan.store.layout import U8, padded
 from ktplan.store.manifest import StoreShape
 
 Matrix = npt.NDArray[Any]  # float32, or bfloat16 as uint16; rows are outputs
@@ -114,6 +114,15 @@ class Reader:
         return self._open[file]
 
 
+def pad_expert(matrices: Sequence[Matrix], intermediate: int) -> Sequence[Matrix]:
+    """gate, up and down with zeros behind them up to `intermediate` rows (of down: columns); as given if none lack."""
+    gate, up, down = matrices[:3]
+    lacking = intermediate - len(gate)
+    if not lacking:
+        return matrices
+    return [np.pad(gate, ((0, lacking), (0, 0))), np.pad(up, ((0, lacking), (0, 0))), np.pad(down, ((0, 0), (0, lacking)))]
+
+
 def pack_expert(
     matrices: Sequence[Matrix],
     scheme: Scheme,
@@ -129,6 +138,7 @@ def pack_expert(
     """
     tasks: list[PackTask] = []
     start = 0
+    matrices = pad_expert(matrices, shape.intermediate)
     share = shape.intermediate // shape.parts
     for part in range(shape.parts):
         own = slice(part * share, (part + 1) * share)
@@ -159,8 +169,11 @@ def quantize_expert(
     weights: ExpertWeights, scheme: Scheme, parts: int
 ) -> tuple[list[U8 | F32], dict[str, float]]:
     """One expert's packed weights and scales as arrays in file order, and each projection's relative RMS error."""
-    intermediate, hidden = weights.gate.shape
-    shape = StoreShape(bits=scheme.bits, parts=parts, experts=1, hidden=hidden, intermediate=intermediate)
+    own, hidden = weights.gate.shape
+    width = padded(own, scheme.bits)
+    shape = StoreShape(
+        bits=scheme.bits, parts=parts, experts=1, hidden=hidden, intermediate=width, padding=width - own
+    )
     out = np.empty(shape.plain_bytes(scheme.bits), np.uint8)
     errors = pack_expert(weights, scheme, shape, scheme.bits, out)
     if errors is None:

@@ -94,7 +94,9 @@ def _check(
     manifest = store.manifest
     faults: list[str] = []
     sums = {projection: ExpertError(0.0, 0.0) for projection in PROJECTIONS}
-    exact = None if against is None else against.expert(layer, expert)
+    exact = None
+    if against is not None:
+        exact = ExpertWeights(*pad_expert(against.expert(layer, expert), manifest.intermediate)[:3])
     share = manifest.intermediate // manifest.parts
     lowest = -128 if manifest.shape.bits_of(layer, expert) == 8 else -8
     for part in range(manifest.parts):

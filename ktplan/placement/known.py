@@ -1,7 +1,8 @@
 """Machines one does not own: a small table of devices, and descriptions like "RTX 4090 24GiB, 2x Xeon 8x DDR5-4800".
 
-Figures are the makers' data sheets as of 2025-06 (NVIDIA and AMD product pages; DDR: JEDEC transfer rate x 8 bytes a
-channel). What a program reaches of them is below; the shares used are stated with each figure, and the spread is wide.
+Figures are nominal, entered by hand in 2026-11 from what is generally published and not checked against each maker's
+sheet (DDR: JEDEC transfer rate x 8 bytes a channel): good for comparing machines, not for trusting a number. What a
+program reaches of them is below; the shares used are stated with each figure, and the spread is wide.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from ktplan.errors import BadUsage
 from ktplan.placement.machine import Figure, GpuSpec, HardwareSpec
 from ktplan.units import parse_bytes
 
-AS_OF: Final = "data sheet, 2025-06"
-_SPREAD: Final = 0.15  # of what programs reach of a data sheet, from run to run and kernel to kernel
+AS_OF: Final = "nominal, unchecked, 2026-11"
+_SPREAD: Final = 0.15  # of what programs reach of nominal figures, from run to run and kernel to kernel
 _REACHED_GPU: Final = 0.80  # share of a GPU's memory bandwidth that matrix-vector kernels reach
 _REACHED_CPU: Final = (
     0.70  # share of DDR bandwidth; 212 GB/s of 2 x 307 GB/s was fitted across sockets for one machine
@@ -27,7 +28,7 @@ LAUNCH_S: Final = 4e-6
 
 
 class Gpu(NamedTuple):
-    """A data sheet: GiB, GB/s, dense half-precision TFLOPS, PCIe GB/s one way."""
+    """Nominal figures: GiB, GB/s, dense half-precision TFLOPS, PCIe GB/s one way."""
 
     memory: int
     bandwidth: float
@@ -93,7 +94,7 @@ def describe(text: str) -> HardwareSpec:
         memory=memory,
         hop=Figure.given(HOP_S, "fitted to published runs of KTransformers", 0.25),
         gpus=tuple(gpus),
-        notes=("figures are data sheets, not measurements: expect a spread of a quarter",),
+        notes=("figures are nominal, neither measured nor checked against the makers' sheets: expect a spread of a quarter",),
     )
 
 

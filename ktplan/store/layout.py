@@ -33,7 +33,7 @@ _TILE_BYTES = 64  # of K, in each of 16 rows
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A versioned order of bytes. `unit`: hidden size and each part's intermediate size must be multiples of it."""
+    """A versioned order of bytes. `unit`: hidden size and each part's width must be multiples of it (see `padded`)."""
 
     name: str
     tile_bits: int
@@ -141,12 +141,21 @@ def _blocks(
             start += size
 
 
+def padded(intermediate: int, bits: int) -> int:
+    """The width that experts of this intermediate size have in a store: zeros fill the last unit of the layout.
+
+    Zero rows of gate and up give silu(0) * 0 = 0, which zero columns of down take: the sum is the same.
+    """
+    unit = layout_for(bits).unit
+    return -(-intermediate // unit) * unit
+
+
 def legal_parts(sizes: Sizes, bits: int) -> tuple[int, ...]:
     """The numbers of NUMA parts that a model can be split into, smallest first; empty if it fits no layout."""
     unit = layout_for(bits).unit
-    if sizes.hidden % unit or sizes.moe_intermediate % unit:
+    if sizes.hidden % unit:
         return ()
-    units = sizes.moe_intermediate // unit
+    units = padded(sizes.moe_intermediate, bits) // unit
     return tuple(parts for parts in range(1, units + 1) if units % parts == 0)
 
 
@@ -155,19 +164,20 @@ def check_parts(sizes: Sizes, bits: int, parts: int) -> None:
     layout, legal = layout_for(bits), legal_parts(sizes, bits)
     if not legal:
         raise BadInput(
-            f"layout {layout.name} needs hidden and intermediate sizes that are multiples of {layout.unit}; "
-            f"this model has {sizes.hidden} and {sizes.moe_intermediate}",
+            f"layout {layout.name} needs a hidden size that is a multiple of {layout.unit}; this model has {sizes.hidden}",
             hint="use --bits 8, which needs multiples of 64"
             if bits != 8 and legal_parts(sizes, 8)
             else "this model's experts cannot be packed for kt-kernel's CPU kernels",
         )
     if parts in legal:
         return
-    share = sizes.moe_intermediate / parts if parts > 0 else 0
+    width = padded(sizes.moe_intermediate, bits)
+    share = width / parts if parts > 0 else 0
+    filled = f", {width} with padding" if width != sizes.moe_intermediate else ""
     values = ", ".join(map(str, legal))
     other = ", or use --bits 8" if bits != 8 and parts in legal_parts(sizes, 8) else ""
     raise BadUsage(
-        f"experts are {sizes.moe_intermediate} wide; {parts} NUMA parts make {share:g} each, "
+        f"experts are {sizes.moe_intermediate} wide{filled}; {parts} NUMA parts make {share:g} each, "
         f"layout {layout.name} needs a multiple of {layout.unit}",
         hint=f"for this model --numa-parts may be {values}{other}",
     )

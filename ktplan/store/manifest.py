@@ -37,7 +37,10 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreShape:
-    """The sizes that fix every tensor of a store. `wide` experts have 8 bits whatever `bits` says."""
+    """The sizes that fix every tensor of a store. `wide` experts have 8 bits whatever `bits` says.
+
+    The last `padding` of the `intermediate` rows and columns are zeros, which the model does not have.
+    """
 
     bits: int
     parts: int
@@ -45,6 +48,7 @@ class StoreShape:
     hidden: int
     intermediate: int
     wide: ExpertSet = ExpertSet()
+    padding: int = 0
 
     def bits_of(self, layer: int, expert: int) -> int:
         """Width of an expert's weights."""
@@ -62,8 +66,9 @@ class StoreShape:
         for projection in PROJECTIONS:
             rows, columns = self.rows_and_columns(projection)
             size = packed_bytes(rows, columns, bits)
-            # kt-kernel would take every expert for equally large: it must not find those of a mixed store.
-            own = "mixed." if self.wide else ""
+            # kt-kernel would take every expert for equally large, and as wide as config.json says: it must not find
+            # those of other stores.
+            own = "mixed." if self.wide else "padded." if self.padding else ""
             weight = own + tensor_name(layer, projection, expert, part, "weight")
             scale = own + tensor_name(layer, projection, expert, part, "scale")
             weights.append(Tensor(weight, "I8", size, size))
@@ -142,6 +147,7 @@ class StoreManifest:
     errors: Mapping[int, Mapping[str, tuple[float, ...]]]
     output_errors: Mapping[int, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)
     wide: ExpertSet = ExpertSet()
+    padding: int = 0  # of `intermediate`: zeros behind the model's own width
 
     @property
     def shape(self) -> StoreShape:
@@ -152,6 +158,7 @@ class StoreManifest:
             hidden=self.hidden,
             intermediate=self.intermediate,
             wide=self.wide,
+            padding=self.padding,
         )
 
     @property
@@ -190,6 +197,8 @@ class StoreManifest:
             body["output_errors"] = {str(layer): dict(table) for layer, table in self.output_errors.items()}
         if self.wide:
             body["wide_experts"] = self.wide.to_ranges()
+        if self.padding:
+            body["padding"] = self.padding
         body["total_bytes"] = self.total_bytes
         body["bytes_per_expert"] = self.bytes_per_expert
         body["summary"] = {
@@ -217,6 +226,7 @@ class StoreManifest:
             **plain,
             output_errors=errors_from_json(body.get("output_errors", {})),
             wide=ExpertSet.from_ranges(body.get("wide_experts", {})),
+            padding=int(body.get("padding", 0)),
             layers=tuple(int(layer) for layer in body["layers"]),
             files=tuple(StoreFile(**file) for file in body["files"]),
             errors=errors_from_json(body["errors"]),
@@ -238,6 +248,8 @@ class StoreManifest:
             raise ValueError(
                 f"sizes {self.hidden} x {self.intermediate} in {self.parts} parts do not fit {self.layout}"
             )
+        if not 0 <= self.padding < unit:
+            raise ValueError(f"padding {self.padding} is not part of a unit of {unit}")
         if tuple(file.layer for file in self.files) != self.layers:
             raise ValueError("files and layers differ")
         if any(tuple(table) not in ((), self.layers) for table in (self.errors, self.output_errors)):

@@ -134,10 +134,11 @@ class ExpertStore:
         for part in range(self._manifest.parts):
             for projection, rows in self.quantized(layer, expert, part).items():
                 pieces[projection].append(dequantize(rows))
+        own = self._manifest.intermediate - self._manifest.padding
         return ExpertWeights(
-            np.concatenate(pieces["gate"], axis=0),
-            np.concatenate(pieces["up"], axis=0),
-            np.concatenate(pieces["down"], axis=1),
+            np.concatenate(pieces["gate"], axis=0)[:own],
+            np.concatenate(pieces["up"], axis=0)[:own],
+            np.ascontiguousarray(np.concatenate(pieces["down"], axis=1)[:, :own]),
         )
 
     def verify(self, progress: Progress = SILENT) -> None:
