@@ -152,6 +152,12 @@ def convert_cpu_command(
     for layer, reason in report.redone.items():
         out.warn(f"layer {layer} was made again: {reason}")
     out.report("convert-cpu-report", _report_body(report), lambda: _show_report(report, out))
+    if padding := report.manifest.padding:
+        width = report.manifest.intermediate
+        out.note(
+            f"experts are {width - padding} wide and padded with zeros to {width}, a multiple that the layout needs; "
+            "kt-kernel itself cannot read this store"
+        )
     out.hint(f"ktplan run {model_word(model)} --store {output}")
 
 

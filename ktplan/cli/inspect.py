@@ -160,6 +160,7 @@ def _store(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], N
     }
 
     def render() -> None:
+        padding = f" ({manifest.padding} of them padding)" if manifest.padding else ""
         parts = f"{manifest.parts} NUMA part{'s' * (manifest.parts != 1)}"
         out.line(
             f"expert store of {manifest.model}   {manifest.scheme}   layout {manifest.layout}   "
@@ -167,7 +168,7 @@ def _store(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], N
         )
         out.line(
             f"{len(manifest.layers)} layers of {manifest.experts} experts, hidden {manifest.hidden}, "
-            f"intermediate {manifest.intermediate}   {format_bytes(manifest.total_bytes)}"
+            f"intermediate {manifest.intermediate}{padding}   {format_bytes(manifest.total_bytes)}"
         )
         places = ", ".join(f"{e.error:.4f} (layer {e.layer} expert {e.expert} {e.projection})" for e in worst)
         if manifest.mean_error is not None:

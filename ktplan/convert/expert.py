@@ -120,7 +120,8 @@ def pad_expert(matrices: Sequence[Matrix], intermediate: int) -> Sequence[Matrix
     lacking = intermediate - len(gate)
     if not lacking:
         return matrices
-    return [np.pad(gate, ((0, lacking), (0, 0))), np.pad(up, ((0, lacking), (0, 0))), np.pad(down, ((0, 0), (0, lacking)))]
+    below, behind = ((0, lacking), (0, 0)), ((0, 0), (0, lacking))
+    return [np.pad(gate, below), np.pad(up, below), np.pad(down, behind)]
 
 
 def pack_expert(

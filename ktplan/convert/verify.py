@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ktplan.convert.expert import ExpertError
-from ktplan.model.source import PROJECTIONS, WeightSource
+from ktplan.convert.expert import ExpertError, pad_expert
+from ktplan.model.source import PROJECTIONS, ExpertWeights, WeightSource
 from ktplan.progress import SILENT, Progress
 from ktplan.quant.rounding import dequantize
 from ktplan.store import ExpertStore

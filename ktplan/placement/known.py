@@ -94,7 +94,9 @@ def describe(text: str) -> HardwareSpec:
         memory=memory,
         hop=Figure.given(HOP_S, "fitted to published runs of KTransformers", 0.25),
         gpus=tuple(gpus),
-        notes=("figures are nominal, neither measured nor checked against the makers' sheets: expect a spread of a quarter",),
+        notes=(
+            "figures are nominal, neither measured nor checked against the makers' sheets: expect a spread of a quarter",
+        ),
     )
 
 

@@ -108,8 +108,8 @@ def test_an_illegal_split_is_refused_with_the_numbers_and_the_legal_ones() -> No
 
 
 def test_a_model_that_fits_in_no_way_is_refused_with_the_rule() -> None:
-    with pytest.raises(BadInput, match=r"multiples of 128; this model has 2880 and 2880") as found:
+    with pytest.raises(BadInput, match=r"multiple of 128; this model has 2880") as found:
         check_parts(Sizes(2880, 2880), 4, 1)
     assert found.value.hint is not None and "--bits 8" in found.value.hint
-    with pytest.raises(BadInput, match=r"multiples of 64; this model has 144 and 80"):
+    with pytest.raises(BadInput, match=r"multiple of 64; this model has 144"):
         check_parts(Sizes(144, 80), 8, 1)
