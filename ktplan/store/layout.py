@@ -164,7 +164,8 @@ def check_parts(sizes: Sizes, bits: int, parts: int) -> None:
     layout, legal = layout_for(bits), legal_parts(sizes, bits)
     if not legal:
         raise BadInput(
-            f"layout {layout.name} needs a hidden size that is a multiple of {layout.unit}; this model has {sizes.hidden}",
+            f"layout {layout.name} needs a hidden size that is a multiple of {layout.unit}; "
+            f"this model has {sizes.hidden}",
             hint="use --bits 8, which needs multiples of 64"
             if bits != 8 and legal_parts(sizes, 8)
             else "this model's experts cannot be packed for kt-kernel's CPU kernels",

@@ -7,15 +7,25 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ktplan import network
+from ktplan.convert.cpu import convert_cpu
+from ktplan.convert.repartition import repartition
+from ktplan.convert.verify import verify_store
 from ktplan.errors import BadUsage
+from ktplan.kernels import Pool
+from ktplan.model import open_source
+from ktplan.quant.scheme import Scheme
 from ktplan.rules import Rules
 from ktplan.runtime.chat import Conversation, talk
+from ktplan.runtime.cpu_experts import CpuExperts
 from ktplan.runtime.engine import Engine, Generation, PromptTooLong, load, stop_ids
 from ktplan.runtime.sampling import Sampling
+from ktplan.store import ExpertStore
 
 PROMPT = "The President of the United States"
 
@@ -217,3 +227,35 @@ def test_an_interrupt_stops_the_answer_and_not_the_chat(
     talk(talk_, read=lambda: next(lines), write=lambda text: None, say=said.append, figures=str)
     assert said[-1] == "stopped"
     assert int8.tokenizer.decode(talk_.prompt()) == "Hello\nOnce\n"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_of_a_width_that_the_layout_lacks_are_padded_and_compute_the_same(
+    bits: int, tmp_path: Path
+) -> None:
+    """96 columns: zeros fill them up to 128; the store gives 96 back, and the sum is that of the 96."""
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=264, hidden_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, intermediate_size=96,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    source = open_source(tmp_path / "model")
+    manifest = convert_cpu(source, tmp_path / "store", Scheme(bits=bits)).manifest
+    store = ExpertStore.open(tmp_path / "store")
+    assert (manifest.intermediate, manifest.padding, store.manifest.padding) == (128, 32, 32)
+    assert not verify_store(store, against=source).damages
+    stores = [store]
+    if bits == 8:
+        repartition(store, tmp_path / "two", 2)
+        stores.append(ExpertStore.open(tmp_path / "two"))
+    inputs = torch.randn(5, 128)
+    ids, weights = torch.tensor([[0, 3]] * 5), torch.full((5, 2), 0.5)
+    wanted = torch.zeros(5, 128)
+    for expert in (0, 3):
+        gate, up, down = (torch.from_numpy(np.array(m)) for m in store.expert(0, expert)[:3])
+        assert (gate.shape, down.shape) == ((96, 128), (128, 96))
+        wanted += 0.5 * (torch.nn.functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
+    for one in stores:
+        experts = CpuExperts(one, 0, ids=range(4), pool=Pool(1), activation_bits=16)
+        torch.testing.assert_close(experts.forward(inputs, ids, weights), wanted, rtol=1e-3, atol=1e-4)

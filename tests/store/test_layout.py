@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ktplan.errors import BadInput, BadUsage
 from ktplan.store import AMX_INT4, AMX_INT8, LAYOUTS, legal_parts, pack, packed_bytes, unpack
-from ktplan.store.layout import check_parts, layout_for
+from ktplan.store.layout import check_parts, layout_for, padded
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def test_bits_choose_the_layout() -> None:
         (Sizes(2880, 2880), 4, ()),  # gpt-oss
         (Sizes(2880, 2880), 8, (1, 3, 5, 9, 15, 45)),
         (Sizes(256, 128), 8, (1, 2)),
+        (Sizes(128, 96), 8, (1, 2)),  # 32 columns of zeros make it 128
+        (Sizes(128, 160), 8, (1, 3)),
     ],
 )
 def test_the_legal_numbers_of_parts(model: Sizes, bits: int, parts: tuple[int, ...]) -> None:
@@ -105,6 +107,13 @@ def test_an_illegal_split_is_refused_with_the_numbers_and_the_legal_ones() -> No
     with pytest.raises(BadUsage, match=r"2560 wide; 8 NUMA parts make 320 each.*multiple of 128") as found:
         check_parts(Sizes(2560, 2560), 4, 8)
     assert found.value.hint == "for this model --numa-parts may be 1, 2, 4, 5, 10, 20, or use --bits 8"
+
+
+def test_widths_are_filled_up_to_what_the_layout_needs() -> None:
+    assert [padded(width, 8) for width in (64, 65, 96, 128)] == [64, 128, 128, 128]
+    assert [padded(width, 4) for width in (64, 96, 768)] == [128, 128, 768]
+    with pytest.raises(BadUsage, match=r"160 wide, 192 with padding; 2 NUMA parts make 96 each"):
+        check_parts(Sizes(128, 160), 8, 2)
 
 
 def test_a_model_that_fits_in_no_way_is_refused_with_the_rule() -> None:
