@@ -95,7 +95,7 @@ def describe(text: str) -> HardwareSpec:
         hop=Figure.given(HOP_S, "fitted to published runs of KTransformers", 0.25),
         gpus=tuple(gpus),
         notes=(
-            "figures are nominal, neither measured nor checked against the makers' sheets: expect a spread of a quarter",
+            "figures are nominal, neither measured nor checked against makers' sheets: expect a quarter more or less",
         ),
     )
 
