@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from ktplan.errors import BadInput
+from ktplan.model.families import layers
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 # What transformers raises where a config or tokenizer has a value that it did not expect: it checks few of them.
@@ -62,6 +63,7 @@ def skeleton(model_path: Path, dtype: str | torch.dtype = torch.float32) -> Any:
     """
     with quiet(), _explained(model_path):
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+        layers(config.get_text_config().to_dict())  # a count that no model has would be built for hours
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=as_dtype(dtype), trust_remote_code=False)
     return model.eval().requires_grad_(False)

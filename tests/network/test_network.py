@@ -197,6 +197,13 @@ def test_a_config_that_transformers_stumbles_over_is_bad_input(
     assert "\n" not in refusal.value.message
 
 
+def test_a_count_of_layers_that_no_model_has_is_refused_at_once(tiny: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**12}))
+    with pytest.raises(BadInput, match="counts 1,000,000,000,000 layers"):
+        network.skeleton(tmp_path)
+
+
 def test_a_tokenizer_that_knows_no_text_is_none(tiny: Path, tmp_path: Path) -> None:
     shutil.copy(tiny / "config.json", tmp_path)
     with pytest.raises(BadInput, match="has no tokenizer|transformers cannot use"):
