@@ -47,7 +47,7 @@ def inspect_command(model: Path, out: Output) -> None:
 def describe(path: Path, out: Output) -> tuple[str, dict[str, Any], Callable[[], None]]:
     """Kind, JSON body and human rendering of whatever lies at `path`. Raises BadInput for what is none of ours."""
     if path.is_dir():
-        if (path / "store.json").exists():
+        if any((path / name).exists() for name in ("store.json", "job.json")):  # finished or stopped
             return _store(path, out)
         if (path / "gpu-experts.json").exists() or _quant_method(path) == "gptq":
             return _gptq(path, out)

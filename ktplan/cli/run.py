@@ -183,8 +183,7 @@ def _engine(prepared: Prepared, threads: int | None, activation_bits: int, out: 
     from ktplan.runtime.engine import start
     from ktplan.runtime.loader import build
 
-    root = prepared.sources.model
-    tokenizer = network.tokenizer(root if root.is_dir() else root.parent)  # before the minutes of loading
+    tokenizer = network.tokenizer(prepared.sources.model)  # before the minutes that loading may take
     loaded = build(prepared, threads=threads, activation_bits=activation_bits, progress=out.progress())
     for note in loaded.notes[len(prepared.notes) :]:
         out.note(f"note: {note}")

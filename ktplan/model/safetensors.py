@@ -178,7 +178,7 @@ def open_safetensors(path: Path) -> SafetensorsSource:
     config and names in agreement. Raises BadInput naming the file, tensor and value otherwise.
     """
     root = path if path.is_dir() else path.parent
-    config = _read_config(root, path)
+    config = read_config(root, path)
     family = _family(config, path, root)
     return SafetensorsSource(root, config, family, find_tensors(path, root))
 
@@ -249,9 +249,15 @@ def _elements(info: TensorInfo) -> int:
     return prod(info.shape) * ({"I32": 8, "U8": 2}.get(info.dtype, 1) if packed else 1)
 
 
-def _read_config(root: Path, path: Path) -> dict[str, Any]:
+def read_config(root: Path, path: Path) -> dict[str, Any]:
+    """The config.json in `root`, where the model `path` lies. Raises BadInput saying what is there instead."""
     file = root / "config.json"
     if not file.is_file():
+        if (root / "store.json").is_file():
+            raise BadInput(
+                f"{path} is an expert store, not a model: dense weights and config.json are not in it",
+                hint="give the model's own folder, and the store with --store where a command has it",
+            )
         raise BadInput(
             f"{path} is not a model: there is no config.json in {root}",
             hint="give the folder that holds config.json and the weights, or a .gguf file",

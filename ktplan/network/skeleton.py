@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from ktplan.errors import BadInput
 from ktplan.model.families import layers
+from ktplan.model.gguf import gguf_files
+from ktplan.model.safetensors import read_config
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 # What transformers raises where a config or tokenizer has a value that it did not expect: it checks few of them.
@@ -61,8 +63,15 @@ def skeleton(model_path: Path, dtype: str | torch.dtype = torch.float32) -> Any:
     Only config.json is read: names, classes and shapes are right, weights are not there. Raises BadInput when
     the config is missing, unknown to transformers, or would need code from the checkpoint.
     """
+    if gguf_files(model_path):
+        raise BadInput(
+            f"{model_path} is a GGUF model, whose dense weights cannot be computed with",
+            hint="give the safetensors version of the model; inspect and convert-cpu read GGUF",
+        )
+    folder = _folder(model_path)
+    read_config(folder, model_path)
     with quiet(), _explained(model_path):
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         layers(config.get_text_config().to_dict())  # a count that no model has would be built for hours
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=as_dtype(dtype), trust_remote_code=False)
@@ -114,7 +123,7 @@ def load_whole(
     """The model as transformers' own from_pretrained loads it, experts included: the reference."""
     with quiet(), _explained(model_path):
         model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=as_dtype(dtype), trust_remote_code=False, local_files_only=True
+            _folder(model_path), dtype=as_dtype(dtype), trust_remote_code=False, local_files_only=True
         )
     for name, tensor in model.named_parameters():
         refuse_not_finite(tensor, name, model_path)
@@ -137,7 +146,9 @@ def refuse_not_finite(tensor: torch.Tensor, name: str, where: Path) -> None:
 def tokenizer(model_path: Path) -> Any:
     """The model's tokenizer, with its chat template where it has one. Raises BadInput when there is none."""
     with quiet(), _explained(model_path):
-        found = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, local_files_only=True)
+        found = AutoTokenizer.from_pretrained(
+            _folder(model_path), trust_remote_code=False, local_files_only=True
+        )
     # Where there are no files, transformers makes up a tokenizer that knows its special tokens and no others.
     if len(found) <= len(found.all_special_ids):
         raise BadInput(
@@ -145,6 +156,11 @@ def tokenizer(model_path: Path) -> Any:
             hint="put the model's tokenizer.json and tokenizer_config.json there",
         )
     return found
+
+
+def _folder(model_path: Path) -> Path:
+    """Where config.json and tokenizer lie: a model may be named by its .safetensors file."""
+    return model_path.parent if model_path.is_file() else model_path
 
 
 @contextmanager

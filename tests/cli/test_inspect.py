@@ -79,3 +79,13 @@ def test_only_headers_are_read(cli: Callable[..., Any], tmp_path: Path) -> None:
 def test_what_is_not_ours_is_refused(cli: Callable[..., Any], tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     cli("inspect", tmp_path / name).refused(4, name, "hint:")
+
+
+def test_a_store_that_is_no_model_and_one_that_is_unfinished_are_called_so(
+    cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    cli("convert-cpu", "tiny", "-o", store, "-q").ok()
+    cli("run", store, "--prompt", "x").refused(4, "is an expert store, not a model", "--store")
+    (store / "store.json").rename(store / "job.json")
+    cli("inspect", store).refused(4, "is an unfinished conversion")

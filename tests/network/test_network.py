@@ -244,3 +244,14 @@ def test_types_to_compute_in() -> None:
     assert network.as_dtype(torch.float32) is torch.float32
     with pytest.raises(BadInput, match="int4"):
         network.as_dtype("int4")
+
+
+def test_what_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no config.json"):
+        network.skeleton(tmp_path)
+    (tmp_path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(BadInput, match="Git LFS pointer"):
+        network.skeleton(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BadInput, match="is a GGUF model"):
+        network.skeleton(tmp_path / "model.gguf")

@@ -281,3 +281,9 @@ def test_stdin_in_another_encoding_is_refused(cli: Cli, tiny: Path) -> None:
     work = [sys.executable, "-m", "ktplan", "run", "tiny", "--chat", "--threads", "1"]
     done = subprocess.run(work, input=b"\xff\xfe\n", capture_output=True)
     assert done.returncode == 2 and b"error: stdin is not UTF-8 text" in done.stderr
+
+
+def test_a_model_may_be_named_by_its_file(ktplan: Cli, tiny: Path) -> None:
+    asked = ("--prompt", PROMPT, "--max-new-tokens", "4", "--threads", "1")
+    by_folder, by_file = (ktplan("run", path, *asked) for path in (tiny, tiny / "model.safetensors"))
+    assert by_file.code == 0 and by_file.stdout == by_folder.stdout
