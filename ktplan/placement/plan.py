@@ -40,6 +40,11 @@ class PlanShape(NamedTuple):
     moe_intermediate: int
     experts_module: str  # "model.layers.{layer}.mlp.experts"
 
+    @classmethod
+    def of(cls, spec: ModelSpec) -> PlanShape:
+        """What a plan keeps of the model it was made for."""
+        return cls(*(getattr(spec, name) for name in cls._fields))
+
     def experts_module_name(self, layer: int) -> str:
         """Dotted name of the module with a layer's routed experts."""
         return self.experts_module.format(layer=layer)
@@ -200,15 +205,7 @@ def make_plan(
         model=spec.name,
         family=spec.family,
         fingerprint=spec.fingerprint,
-        shape=PlanShape(
-            layers=spec.layers,
-            moe_layers=spec.moe_layers,
-            experts=spec.experts,
-            top_k=spec.top_k,
-            hidden=spec.hidden,
-            moe_intermediate=spec.moe_intermediate,
-            experts_module=spec.experts_module,
-        ),
+        shape=PlanShape.of(spec),
         strategy=strategy,
         seed=seed,
         budget=replace(budget, slots=len(gpu)) if len(gpu) != budget.slots else budget,
