@@ -30,6 +30,19 @@ std::string lacking_avx512_vnni(const CpuFeatures& f) {
                  f.os_zmm, "512-bit");
 }
 
+std::string lacking_avx512(const CpuFeatures& f) {
+  return lacking({{f.avx512f, "avx512f"},
+                  {f.avx512bw, "avx512bw"},
+                  {f.avx512dq, "avx512dq"},
+                  {f.avx512vl, "avx512vl"},
+                  {f.fma, "fma"}},
+                 f.os_zmm, "512-bit");
+}
+
+std::string lacking_avx_vnni(const CpuFeatures& f) {
+  return lacking({{f.avx_vnni, "avx_vnni"}, {f.avx2, "avx2"}, {f.fma, "fma"}}, f.os_ymm, "256-bit");
+}
+
 std::string lacking_avx2(const CpuFeatures& f) {
   return lacking({{f.avx2, "avx2"}, {f.fma, "fma"}}, f.os_ymm, "256-bit");
 }
@@ -41,7 +54,8 @@ std::vector<Candidate> list() {
   const CpuFeatures features = CpuFeatures::detect();
   // amx-int8 goes here: it also needs the kernel's permission for tile data (arch_prctl), asked once for the process
   all.push_back({&avx512_vnni::kTable, lacking_avx512_vnni(features)});
-  // avx512 (no VNNI) and avx-vnni go here
+  all.push_back({&avx_vnni::kTable, lacking_avx_vnni(features)});
+  all.push_back({&avx512::kTable, lacking_avx512(features)});
   all.push_back({&avx2::kTable, lacking_avx2(features)});
 #endif
   all.push_back({&scalar::kTable, ""});

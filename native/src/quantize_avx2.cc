@@ -123,6 +123,6 @@ struct Avx2 {
 
 namespace avx2 {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"avx2", &Quantizer<Avx2>::step};
+const QuantizeTable kQuantize{&Quantizer<Avx2>::step};
 }  // namespace avx2
 }  // namespace ktplan

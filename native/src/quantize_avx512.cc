@@ -96,8 +96,8 @@ struct Avx512 {
 
 }  // namespace
 
-namespace avx512_vnni {
+namespace avx512 {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"avx512-vnni", &Quantizer<Avx512>::step};
-}  // namespace avx512_vnni
+const QuantizeTable kQuantize{&Quantizer<Avx512>::step};
+}  // namespace avx512
 }  // namespace ktplan

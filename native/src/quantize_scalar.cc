@@ -90,6 +90,6 @@ struct Scalar {
 
 namespace scalar {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"scalar", &Quantizer<Scalar>::step};
+const QuantizeTable kQuantize{&Quantizer<Scalar>::step};
 }  // namespace scalar
 }  // namespace ktplan

@@ -10,6 +10,12 @@ extern const KernelTable kTable;
 namespace ktplan::avx2 {
 extern const KernelTable kTable;
 }
+namespace ktplan::avx512 {
+extern const KernelTable kTable;
+}
+namespace ktplan::avx_vnni {
+extern const KernelTable kTable;
+}
 namespace ktplan::avx512_vnni {
 extern const KernelTable kTable;
 }

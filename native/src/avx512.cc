@@ -1,0 +1,13 @@
+// AVX-512 kernels for processors without VNNI: widening.h on 512-bit registers.
+
+#include "elementwise.h"
+#include "vectors512.h"
+#include "widening.h"
+
+#include "ktplan/tables.h"
+
+namespace ktplan::avx512 {
+
+const KernelTable kTable = Widening<Vectors512, 6>::table("avx512", "AVX-512");
+
+}  // namespace ktplan::avx512
