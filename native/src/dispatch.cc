@@ -54,6 +54,8 @@ std::vector<Candidate> list() {
   const CpuFeatures features = CpuFeatures::detect();
   // amx-int8 goes here: it also needs the kernel's permission for tile data (arch_prctl), asked once for the process
   all.push_back({&avx512_vnni::kTable, lacking_avx512_vnni(features)});
+  // No processor has these two and not avx512_vnni. Where that is masked, 256-bit vpdpbusd still beats 512-bit vpmaddwd:
+  // 1.2 times with 16-bit activations, 1.3 to 2.2 with 8-bit ones (Zen 4).
   all.push_back({&avx_vnni::kTable, lacking_avx_vnni(features)});
   all.push_back({&avx512::kTable, lacking_avx512(features)});
   all.push_back({&avx2::kTable, lacking_avx2(features)});

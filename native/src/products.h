@@ -216,6 +216,8 @@ struct Products {
   [[gnu::always_inline]] static inline void multiply(Sums& sums, const std::uint8_t* w, int vector,
                                                      const std::uint8_t* const (&row)[kRows], std::size_t at,
                                                      std::size_t first, std::size_t words) {
+    // unrolled further, broadcasts would be kept for the next vectors, in memory
+#pragma GCC unroll 2
     for (std::size_t word = first; word < first + words; ++word) {
       typename M::Weights weights[kTogether];
       each<kTogether>([&](auto v) INLINE {

@@ -7,8 +7,8 @@
 namespace ktplan {
 namespace {
 
-// kRoom: rows whose sums fit in the registers.
-template <class V, int kRoom>
+// kRoom, kNibbleRoom: rows whose sums fit in the registers.
+template <class V, int kRoom, int kNibbleRoom>
 struct Widening {
   static constexpr FormatKernels int8{.row_bytes = Rows<V>::pairs_bytes,
                                       .quantize = Rows<V>::pairs,
@@ -29,7 +29,7 @@ struct Widening {
   template <std::size_t kGroup>
   static constexpr FormatKernels int4{.row_bytes = row_bytes<kGroup>,
                                       .quantize = quantize<kGroup>,
-                                      .a8 = products_of<Nibbles<V, kRoom>, kGroup>(),
+                                      .a8 = products_of<Nibbles<V, kNibbleRoom>, kGroup>(),
                                       .a16 = products_of<Pairs<V, 4, 16, kRoom>, kGroup>()};
 
   static constexpr KernelTable table(const char* name, const char* words) {
