@@ -33,13 +33,39 @@ std::string lacking_avx512_vnni(const CpuFeatures& f) {
 std::string lacking_avx2(const CpuFeatures& f) {
   return lacking({{f.avx2, "avx2"}, {f.fma, "fma"}}, f.os_ymm, "256-bit");
 }
+
+// The AVX-512 VNNI table, with blocks of rows multiplied by tiles. The emulator has all of AMX.
+Candidate amx_int8(const KernelTable& vnni, const CpuFeatures& f) {
+  static const KernelTable table = [&] {
+    KernelTable t = vnni;
+    t.name = "amx-int8";
+    t.words = "AMX";
+    const auto add = [](FormatKernels& format, const BlockKernels (&blocks)[2]) {
+      format.blocks8 = blocks[0];
+      format.blocks16 = blocks[1];
+    };
+    add(t.int8, amx::kInt8.int8);
+    add(t.int4, amx::kInt8.int4);
+    add(t.int4_g32, amx::kInt8.int4_g32);
+    add(t.int4_g64, amx::kInt8.int4_g64);
+    add(t.int4_g128, amx::kInt8.int4_g128);
+    return t;
+  }();
+  Candidate candidate{&table, lacking_avx512_vnni(f)};
+  if (!candidate.missing.empty() || tile_state().permitted) return candidate;
+  candidate.emulated = tiles_emulated();
+  if (!candidate.emulated) candidate.missing = tile_state().why;
+  return candidate;
+}
 #endif
 
-std::vector<Candidate> list() {
+}  // namespace
+
+std::vector<Candidate> candidates() {
   std::vector<Candidate> all;
 #if defined(__x86_64__)
-  const CpuFeatures features = CpuFeatures::detect();
-  // amx-int8 goes here: it also needs the kernel's permission for tile data (arch_prctl), asked once for the process
+  static const CpuFeatures features = CpuFeatures::detect();
+  all.push_back(amx_int8(avx512_vnni::kTable, features));
   all.push_back({&avx512_vnni::kTable, lacking_avx512_vnni(features)});
   // avx512 (no VNNI) and avx-vnni go here
   all.push_back({&avx2::kTable, lacking_avx2(features)});
@@ -48,18 +74,11 @@ std::vector<Candidate> list() {
   return all;
 }
 
-}  // namespace
-
-const std::vector<Candidate>& candidates() {
-  static const std::vector<Candidate> all = list();
-  return all;
-}
-
-const Candidate* find_candidate(std::string_view name) {
+Candidate find_candidate(std::string_view name) {
   for (const Candidate& candidate : candidates()) {
-    if (candidate.table->name == name) return &candidate;
+    if (candidate.table->name == name) return candidate;
   }
-  return nullptr;
+  return {nullptr, "", false};
 }
 
 }  // namespace ktplan
