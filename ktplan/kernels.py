@@ -51,7 +51,11 @@ def isa(wanted: str | None = None) -> Chosen[str]:
     trapped = {table[0] for table in tables if table[4]}
     own = [name for name in runnable if name not in trapped]
     rejected = [(name, missing) for name, _, missing, _, _ in tables if missing]
-    rejected += [(name, "only emulated, by a trap handler: never taken unasked") for name in runnable if name in trapped]
+    rejected += [
+        (name, "only emulated, by a trap handler: never taken unasked")
+        for name in runnable
+        if name in trapped
+    ]
     if asked is None:
         why = "the best in this build" if not rejected else "the best that this machine runs"
         return Chosen(own[0], why, tuple(rejected))

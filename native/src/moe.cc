@@ -191,7 +191,7 @@ std::size_t Pass::step_count(const Group& group, bool down) const {
 
 // Cuts the groups' work into items of about equal cost, a dozen a thread. The cost is in cycles: what a core takes to
 // read the weights (4 bytes a cycle) or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time; tiles
-// are 8 times as fast). Blocks are cut in pairs, which share the reading of weights.
+// are 8 times as fast). Blocks are cut in pairs, which share the reading of weights, and so are steps of down for them.
 std::vector<Item> Pass::cut(bool down, std::size_t step_begin, std::size_t step_end) const {
   const std::size_t planes = layer_.activation_bits / 8, matrices = down ? 1 : 2;
   const std::size_t slowness = layer_.layout.bits == 16 ? 2 : 1;  // an instruction takes half as many bfloat16 inputs
@@ -213,7 +213,9 @@ std::vector<Item> Pass::cut(bool down, std::size_t step_begin, std::size_t step_
     const std::size_t steps = std::max<std::size_t>(1, target / cost(groups_[g], groups_[g].count / pieces));
     const std::size_t runs = (end - step_begin + steps - 1) / steps;
     for (std::size_t run = 0; run < runs; ++run) {
-      const Range range = share(end - step_begin, runs, run);
+      Range range = share(end - step_begin, runs, run);
+      if (down && groups_[g].block != kNoBlock) range = {range.begin / 2 * 2, run + 1 < runs ? range.end / 2 * 2 : range.end};
+      if (range.begin == range.end) continue;
       for (std::size_t piece = 0; piece < pieces; ++piece) {
         Range rows = share(groups_[g].count, pieces, piece);
         if (groups_[g].block != kNoBlock) {

@@ -41,6 +41,7 @@ struct Tile {
 struct Thread {
   Config config;  // palette 0: not configured
   Tile tile[kTiles];
+  bool unused[kTiles];  // loaded, and not yet an operand
 };
 
 enum Op {
@@ -48,14 +49,16 @@ enum Op {
   kTdpbssd, kTdpbsud, kTdpbusd, kTdpbuud, kTdpbf16ps,
   kVpdpbusd, kVpdpbusds, kVpdpwssd, kVpdpwssds,
   kOps, kNone = kOps,
+  kLoadForA = kOps, kLoadForB, kLoadForC, kCounts,  // loads by what the tile was first used as
 };  // clang-format off
-constexpr const char* kNames[kOps] = {
+constexpr const char* kNames[kCounts] = {
   "ldtilecfg", "sttilecfg", "tileloadd", "tileloaddt1", "tilestored", "tilezero", "tilerelease",
   "tdpbssd", "tdpbsud", "tdpbusd", "tdpbuud", "tdpbf16ps",
   "vpdpbusd", "vpdpbusds", "vpdpwssd", "vpdpwssds",
+  "load for a", "load for b", "load for c",
 };  // clang-format on
 
-std::atomic<std::uint64_t> counts[kOps];
+std::atomic<std::uint64_t> counts[kCounts];
 std::atomic<std::uint64_t> traps;
 std::atomic<int> active;
 std::atomic<bool> preloaded;
@@ -273,6 +276,13 @@ const char* multiply(Thread& thread, const Instruction& in) {
   if (config.rows[c] != config.rows[a]) return "C.rows != A.rows";
   if (config.colsb[c] != config.colsb[b]) return "C.colsb != B.colsb";
   if (config.colsb[a] / 4 != config.rows[b]) return "A.colsb / 4 != B.rows";
+  const auto used = [&thread](int tile, Op as) {
+    if (thread.unused[tile]) counts[as].fetch_add(1, std::memory_order_relaxed);
+    thread.unused[tile] = false;
+  };
+  used(a, kLoadForA);
+  used(b, kLoadForB);
+  used(c, kLoadForC);
   Tile &to = thread.tile[c], &left = thread.tile[a], &right = thread.tile[b];
   const int rows = config.rows[c], words = config.colsb[a] / 4, columns = config.colsb[c] / 4;
   using S = std::int8_t;
@@ -311,6 +321,7 @@ const char* move_tile(Thread& thread, const Instruction& in) {
     }
   }
   if (in.op != kTilestored) {
+    thread.unused[in.reg] = true;
     for (int m = rows; m < kMaxRows; ++m) std::memset(tile.row[m], 0, kRowBytes);
   }
   thread.config.start_row = 0;
@@ -333,6 +344,7 @@ const char* run_tile(const Instruction& in) {
   if (in.op == kTilezero) {
     if (thread.config.rows[in.reg] == 0) return "the tile has no shape";
     std::memset(thread.tile[in.reg].row, 0, sizeof(Tile));
+    thread.unused[in.reg] = false;
     thread.config.start_row = 0;
     return nullptr;
   }
@@ -485,10 +497,11 @@ EXPORT int amx_trap_remove() {
   return __sigaction(SIGILL, &next_handler, nullptr);
 }
 
-// How often an instruction was executed, by its lower-case name; "traps": signals taken. -1: no such name.
+// How often an instruction was executed, by its lower-case name. "traps": signals taken. "load for a" (b, c): tiles loaded
+// and then first used as that operand of a product. -1: no such name.
 EXPORT std::int64_t amx_trap_count(const char* name) {
   if (std::strcmp(name, "traps") == 0) return static_cast<std::int64_t>(traps.load());
-  for (int op = 0; op < kOps; ++op) {
+  for (int op = 0; op < kCounts; ++op) {
     if (std::strcmp(name, kNames[op]) == 0) return static_cast<std::int64_t>(counts[op].load());
   }
   return -1;

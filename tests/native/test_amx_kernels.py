@@ -25,9 +25,7 @@ from .conftest import Trap
 
 NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
 MISSING = NEEDED - set(kernels.cpu_features())
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"AMX is emulated, {' '.join(sorted(MISSING))} is not"
-)
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"AMX is emulated, {' '.join(sorted(MISSING))} is not")
 GOLDEN = Path(__file__).parents[1] / "golden"
 AMX = "amx-int8"
 
@@ -40,7 +38,9 @@ def _executed(trap: Trap) -> Iterator[None]:
     assert "amx" in trap.native or AMX not in kernels.available_isas()
 
 
-def weights_of(random: np.random.Generator, rows: int, columns: int, bits: int, group: int | None) -> list[Any]:
+def weights_of(
+    random: np.random.Generator, rows: int, columns: int, bits: int, group: int | None
+) -> list[Any]:
     """Random packed bytes, every one legal, and scales that keep results near one."""
     packed = random.integers(0, 256, rows * columns * bits // 8, np.uint8)
     size = 1 / (64 * np.sqrt(columns))
@@ -53,7 +53,9 @@ def weights_of(random: np.random.Generator, rows: int, columns: int, bits: int, 
     return [packed, (scale.view(np.uint32) >> 16).astype(np.uint16)]
 
 
-def experts(count: int, hidden: int, inner: int, bits: int, group: int | None = None, seed: int = 0) -> list[Any]:
+def experts(
+    count: int, hidden: int, inner: int, bits: int, group: int | None = None, seed: int = 0
+) -> list[Any]:
     random = np.random.default_rng(seed)
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
     return [
@@ -62,7 +64,9 @@ def experts(count: int, hidden: int, inner: int, bits: int, group: int | None = 
     ]
 
 
-def layer_of(held: list[Any], hidden: int, inner: int, bits: int, isa: str, threads: int = 1, **how: Any) -> ExpertLayer:
+def layer_of(
+    held: list[Any], hidden: int, inner: int, bits: int, isa: str, threads: int = 1, **how: Any
+) -> ExpertLayer:
     return ExpertLayer(
         [held], hidden=hidden, intermediate=inner, bits=bits, isa=isa, threads_pool=Pool(threads), **how
     )
@@ -209,9 +213,15 @@ def test_kt_kernels_own_bytes_give_kt_kernels_own_outputs(trap: Trap, case: str,
         ]
         for part in range(sizes.parts)
     ]
-    how = {"hidden": sizes.hidden, "intermediate": sizes.intermediate, "bits": int(kind[3:]), "activation_bits": 8}
+    how = {
+        "hidden": sizes.hidden,
+        "intermediate": sizes.intermediate,
+        "bits": int(kind[3:]),
+        "activation_bits": 8,
+    }
     layers = [
-        ExpertLayer(parts, isa=isa, numerics="upstream", threads_pool=Pool(1), **how) for isa in (AMX, "scalar")
+        ExpertLayer(parts, isa=isa, numerics="upstream", threads_pool=Pool(1), **how)
+        for isa in (AMX, "scalar")
     ]
     x, ids, weights = recipe.tokens(case, 40)
     with safe_open(GOLDEN / "kt-kernel-0.7.2" / "forward.safetensors", "pt") as file:
@@ -280,25 +290,57 @@ def test_loads_serve_enough_products(
         pytest.skip("this processor executes AMX itself: nothing is counted")
     hidden, inner = 512, 128
     layer = layer_of(
-        experts(1, hidden, inner, bits, group), hidden, inner, bits, AMX, group=group, activation_bits=activation_bits
+        experts(1, hidden, inner, bits, group),
+        hidden,
+        inner,
+        bits,
+        AMX,
+        group=group,
+        activation_bits=activation_bits,
     )
     trap.reset()
     layer.forward(*routed(hidden, [tokens]))
     planes, blocks = activation_bits // 8, tokens // 16
-    pieces = 2 if group == 32 else 1  # products of half the depth
-    weight_tiles = 3 * hidden * inner // 1024 * pieces
-    assert trap.count("tdpbssd") == weight_tiles * blocks * planes
-    assert trap.count("tdpbssd") / trap.count("tileloadd") >= 0.8
-    # every load that is not of activations or sums is of weights; these are at most half the products
-    assert weight_tiles * visits(tokens, planes) <= trap.count("tdpbssd") / 2
-    stored = trap.count("tilestored")
-    assert stored <= weight_tiles * blocks * planes if group is None else stored > 0
+    tiles = (
+        3 * hidden * inner // 1024 * (2 if group == 32 else 1)
+    )  # of weights; groups of 32 inputs fill half of one
+    assert trap.count("tdpbssd") == tiles * blocks * planes
+    loads = {role: trap.count(f"load for {role}") for role in "abc"}
+    assert sum(loads.values()) == trap.count("tileloadd")
+    assert trap.count("tdpbssd") >= 0.8 * trap.count("tileloadd")
+    assert trap.count("tdpbssd") >= 2 * loads["b"], "a tile of weights serves two products or more"
+    assert loads["b"] == tiles * visits(tokens, planes)
+    if group is None:
+        assert trap.count("tilestored") == trap.count("tilezero") <= trap.count("tdpbssd") / 2
 
 
 def visits(tokens: int, planes: int) -> int:
-    """How often a tile of weights is loaded: once for two blocks, or planes; once for the last three."""
+    """How often a tile of weights is loaded: once for two blocks, or planes; once for the last three. 96 rows a call."""
     calls = [6] * (tokens // 96) + [tokens % 96 // 16]
     return sum(blocks if planes == 2 else blocks // 2 for blocks in calls)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_single_block_takes_two_steps_at_a_time(trap: Trap, bits: int) -> None:
+    """8-bit rows up to 16: each tile of activations serves four products, so that there are 0.8 a load."""
+    if "amx" in trap.native:
+        pytest.skip("this processor executes AMX itself: nothing is counted")
+    layer = layer_of(experts(1, 512, 128, bits), 512, 128, bits, AMX, activation_bits=8)
+    trap.reset()
+    layer.forward(*routed(512, [11]))
+    assert trap.count("tdpbssd") == 3 * 512 * 128 // 1024
+    assert trap.count("tdpbssd") == 0.8 * trap.count("tileloadd") == 4 * trap.count("load for a")
+
+
+def test_sums_wait_in_memory_only_between_chunks(trap: Trap) -> None:
+    """4096 inputs are five chunks; six blocks of rows take turns, and still 0.8 products a load remain."""
+    if "amx" in trap.native:
+        pytest.skip("this processor executes AMX itself: nothing is counted")
+    layer = layer_of(experts(1, 4096, 64, 8), 4096, 64, 8, AMX, activation_bits=8)
+    trap.reset()
+    layer.forward(*routed(4096, [96]))
+    assert 0 < trap.count("load for c") < 0.1 * trap.count("tdpbssd")
+    assert trap.count("tdpbssd") >= 0.8 * trap.count("tileloadd")
 
 
 def test_few_tokens_use_no_tiles(trap: Trap) -> None:
@@ -321,7 +363,9 @@ def test_it_is_emulated_only_when_asked_for(trap: Trap) -> None:
     assert chosen.value == AMX and "emulated" in chosen.why
     trap.library.amx_trap_remove()
     assert not kernels.tile_state().emulated
-    with pytest.raises(kernels.MachineLacks, match="'amx-int8' cannot run on this machine: the processor has no amx"):
+    with pytest.raises(
+        kernels.MachineLacks, match="'amx-int8' cannot run on this machine: the processor has no amx"
+    ):
         kernels.isa(AMX)
 
 
