@@ -251,6 +251,52 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
     return np.where(signed & 0x8000, 0x8000 - signed, signed)
 
 
+# --- bfloat16 weights ---
+
+
+def bf16_experts(hidden: int, inner: int) -> tuple[list[Any], list[tuple[np.ndarray, ...]]]:
+    """Packed, and in float64 as (gate, up, down)."""
+    from ktplan.store.layout import pack
+
+    random = np.random.default_rng(8)
+    packed, plain = [], []
+    for _ in range(4):
+        matrices = []
+        arrays: list[Any] = []
+        for rows, columns in ((inner, hidden), (inner, hidden), (hidden, inner)):
+            values = (random.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
+            bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+            arrays += [pack(bits.view(np.int8), 8), None]  # its bytes lie as those of int8
+            matrices.append((bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+        packed.append(PackedExpert(*arrays))
+        plain.append(tuple(matrices))
+    return packed, plain
+
+
+@pytest.mark.parametrize(("activation_bits", "bound"), [(16, 2e-5), (8, 4e-3)])
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 96), (3584 // 2 + 32, 64)])
+def test_bfloat16_layers_are_right_and_independent_of_the_batch(
+    trap: Trap, activation_bits: int, bound: float, hidden: int, inner: int
+) -> None:
+    if "avx512_bf16" not in kernels.cpu_features():
+        pytest.skip("the processor has no avx512_bf16, which prepares the rows")
+    held, plain = bf16_experts(hidden, inner)
+    layer = layer_of(held, hidden, inner, 16, AMX, activation_bits=activation_bits)
+    x, ids, weights = routed(hidden, [1, 3, 20, 49])
+    out = layer.forward(x, ids, weights)
+    expected = np.zeros_like(out, np.float64)
+    for token, row in enumerate(x.astype(np.float64)):
+        gate, up, down = plain[ids[token, 0]]
+        g = gate @ row
+        expected[token] = weights[token, 0] * (down @ (g / (1 + np.exp(-g)) * (up @ row)))
+    assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < bound
+    for some in (slice(0, 1), slice(5, 30)):
+        np.testing.assert_array_equal(layer.forward(x[some], ids[some], weights[some]), out[some])
+    if "amx" not in trap.native:
+        assert trap.count("tdpbf16ps") > 0 and trap.count("tdpbssd") == 0
+        assert trap.count("tdpbf16ps") >= 0.6 * trap.count("tileloadd")
+
+
 # --- tiles are the thread's: what others leave there, and what is left to them ---
 
 
