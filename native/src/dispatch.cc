@@ -34,6 +34,15 @@ std::string lacking_avx2(const CpuFeatures& f) {
   return lacking({{f.avx2, "avx2"}, {f.fma, "fma"}}, f.os_ymm, "256-bit");
 }
 
+// The table, with vdpbf16ps where the processor has it. The copy lives as long as the process.
+const KernelTable* with_bf16(const KernelTable& table, const CpuFeatures& features) {
+  if (!features.avx512bf16) return &table;
+  auto* better = new KernelTable(table);
+  better->bf16 = avx512::kBf16Pairs;
+  better->bf16_words = "AVX-512 BF16";
+  return better;
+}
+
 // The AVX-512 VNNI table, with blocks of rows multiplied by tiles. The emulator has all of AMX.
 Candidate amx_int8(const KernelTable& vnni, const CpuFeatures& f) {
   static const KernelTable table = [&] {
@@ -49,6 +58,10 @@ Candidate amx_int8(const KernelTable& vnni, const CpuFeatures& f) {
     add(t.int4_g32, amx::kInt8.int4_g32);
     add(t.int4_g64, amx::kInt8.int4_g64);
     add(t.int4_g128, amx::kInt8.int4_g128);
+    if (f.avx512bf16 && (f.amx_bf16 || !f.amx_tile)) {
+      add(t.bf16, amx::kBf16);
+      t.bf16_words = "AMX BF16";
+    }
     return t;
   }();
   Candidate candidate{&table, lacking_avx512_vnni(f)};
@@ -65,8 +78,9 @@ std::vector<Candidate> candidates() {
   std::vector<Candidate> all;
 #if defined(__x86_64__)
   static const CpuFeatures features = CpuFeatures::detect();
-  all.push_back(amx_int8(avx512_vnni::kTable, features));
-  all.push_back({&avx512_vnni::kTable, lacking_avx512_vnni(features)});
+  static const KernelTable* const vnni = with_bf16(avx512_vnni::kTable, features);
+  all.push_back(amx_int8(*vnni, features));
+  all.push_back({vnni, lacking_avx512_vnni(features)});
   // avx512 (no VNNI) and avx-vnni go here
   all.push_back({&avx2::kTable, lacking_avx2(features)});
 #endif

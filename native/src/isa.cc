@@ -49,7 +49,10 @@ CpuFeatures CpuFeatures::detect() {
     f.amx_int8 = (d >> 25 & 1) != 0;
     f.amx_bf16 = (d >> 22 & 1) != 0;
   }
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) f.avx_vnni = (a >> 4 & 1) != 0;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    f.avx_vnni = (a >> 4 & 1) != 0;
+    f.avx512bf16 = (a >> 5 & 1) != 0;
+  }
   if (f.amx_tile && __get_cpuid_count(0x1d, 0, &a, &b, &c, &d) && a >= 1 &&
       __get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) {
     f.amx_palette = a >> 16 == 1024 && (b & 0xffff) == 64 && b >> 16 >= 8 && (c & 0xffff) == 16;
@@ -122,6 +125,7 @@ std::vector<std::string> CpuFeatures::names() const {
   note(avx512dq && os_zmm, "avx512dq");
   note(avx512vl && os_zmm, "avx512vl");
   note(avx512vnni && os_zmm, "avx512_vnni");
+  note(avx512bf16 && os_zmm, "avx512_bf16");
   note(amx_tile && os_tiles, "amx_tile");
   note(amx_int8 && os_tiles, "amx_int8");
   note(amx_bf16 && os_tiles, "amx_bf16");
