@@ -47,12 +47,19 @@ def isa(wanted: str | None = None) -> Chosen[str]:
     asked, source = wanted, "asked for"
     if asked is None and os.environ.get(ISA_VARIABLE):
         asked, source = os.environ[ISA_VARIABLE], f"{ISA_VARIABLE} asks for it"
-    runnable = [name for name, _, missing, _ in tables if not missing]
-    rejected = [(name, missing) for name, _, missing, _ in tables if missing]
+    runnable = [table[0] for table in tables if not table[2]]
+    trapped = {table[0] for table in tables if table[4]}
+    own = [name for name in runnable if name not in trapped]
+    rejected = [(name, missing) for name, _, missing, _, _ in tables if missing]
+    rejected += [
+        (name, "only emulated, by a trap handler: never taken unasked")
+        for name in runnable
+        if name in trapped
+    ]
     if asked is None:
         why = "the best in this build" if not rejected else "the best that this machine runs"
-        return Chosen(runnable[0], why, tuple(rejected))
-    known = {name: missing for name, _, missing, _ in tables}
+        return Chosen(own[0], why, tuple(rejected))
+    known = {name: missing for name, _, missing, _, _ in tables}
     if asked not in known:
         raise MachineLacks(
             f"instruction set {asked!r} is not in this build ({source})",
@@ -63,23 +70,40 @@ def isa(wanted: str | None = None) -> Chosen[str]:
             f"instruction set {asked!r} cannot run on this machine: {known[asked]} ({source})",
             hint=f"use one of: {', '.join(runnable)}",
         )
-    better = [(name, f"{asked} was asked for") for name in runnable[: runnable.index(asked)]]
-    return Chosen(asked, source, tuple(rejected + better))
+    if asked in trapped:
+        source += "; emulated by a trap handler, for tests"
+    better = [(name, f"{asked} was asked for") for name in runnable[: runnable.index(asked)] if name in own]
+    return Chosen(asked, source, tuple([(name, why) for name, why in rejected if name != asked] + better))
 
 
 def available_isas() -> list[str]:
-    """Names of the instruction sets that run here, best first; the last is always "scalar"."""
-    return [name for name, _, missing, _ in _native.tables() if not missing]
+    """Names of the instruction sets that run here, best first; the last is always "scalar". None that is emulated."""
+    return [name for name, _, missing, _, emulated in _native.tables() if not missing and not emulated]
 
 
 def isa_words(name: str) -> str:
     """The name as people write it: "AVX-512 VNNI"."""
-    return next(words for known, words, _, _ in _native.tables() if known == name)
+    return next(words for known, words, *_ in _native.tables() if known == name)
 
 
 def bf16_words(name: str) -> str:
     """What multiplies bfloat16 weights under that instruction set: "AVX-512 BF16"."""
-    return next(words for known, _, _, words in _native.tables() if known == name)
+    return next(words for known, _, _, words, _ in _native.tables() if known == name)
+
+
+class TileState(NamedTuple):
+    """Tiles (AMX): whether the machine has them, the operating system lets this process use them, a trap handler of the
+    tests executes them; and what is missing, in words."""
+
+    detected: bool
+    permitted: bool
+    emulated: bool
+    missing: str
+
+
+def tile_state() -> TileState:
+    """Asks the operating system for permission, once for the process, where the machine has tiles."""
+    return TileState(*_native.tiles())
 
 
 def cpu_features() -> list[str]:
@@ -119,8 +143,8 @@ class PackedExpert(NamedTuple):
     """One expert's projections in tile order (1-D int8 or uint8), their scales and biases.
 
     Rows are outputs: gate and up have `intermediate` rows of `hidden` inputs, down the other way round.
-    Scales: float32 [N], one a row; with groups bfloat16 bit patterns, uint16 [N / 32, K / group, 32]; None with bfloat16
-    weights. Biases: float32 [N]; None where the model has none.
+    Scales: float32 [N], one a row; with groups bfloat16 bit patterns, uint16 [N / 32, K / group, 32]; None with
+    bfloat16 weights. Biases: float32 [N]; None where the model has none.
     """
 
     gate: npt.NDArray[Any]
@@ -172,9 +196,9 @@ class ExpertLayer:
 
     `parts[p][e]` is part p of expert e, None for an expert that is not on this device: tokens routed to it get no
     contribution. `intermediate` is the sum over the parts. `bits`: 8, 4, or 16 for bfloat16 weights; `group`: with 4
-    bits the inputs that share a scale (32, 64, 128), None where a whole row does. `activation_bits`: 16 keeps activations as good as bf16 and
-    better; 8 is faster with many tokens and what kt-kernel does. `numerics="upstream"` (with 8 bits) also rounds to
-    bfloat16 where kt-kernel does, to compare with it.
+    bits the inputs that share a scale (32, 64, 128), None where a whole row does. `activation_bits`: 16 keeps
+    activations as good as bf16 and better; 8 is faster with many tokens and what kt-kernel does.
+    `numerics="upstream"` (with 8 bits) also rounds to bfloat16 where kt-kernel does, to compare with it.
 
     Outputs are the same bits for every thread count and batch, and with 8 and 4 bits for every instruction set;
     bfloat16 products are summed in each instruction set's own order.

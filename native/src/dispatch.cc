@@ -39,24 +39,68 @@ std::string lacking_avx512(const CpuFeatures& f) {
                  f.os_zmm, "512-bit");
 }
 
-std::string lacking_avx_vnni(const CpuFeatures& f) {
-  return lacking({{f.avx_vnni, "avx_vnni"}, {f.avx2, "avx2"}, {f.fma, "fma"}}, f.os_ymm, "256-bit");
-}
-
 std::string lacking_avx2(const CpuFeatures& f) {
   return lacking({{f.avx2, "avx2"}, {f.fma, "fma"}}, f.os_ymm, "256-bit");
 }
+
+// The table, with vdpbf16ps where the processor has it. The copy lives as long as the process.
+const KernelTable* with_bf16(const KernelTable& table, const CpuFeatures& features) {
+  if (!features.avx512bf16) return &table;
+  auto* better = new KernelTable(table);
+  better->bf16 = avx512::kBf16Pairs;
+  better->bf16_words = "AVX-512 BF16";
+  return better;
+}
+
+// The AVX-512 VNNI table, with blocks of rows multiplied by tiles. The emulator has all of AMX.
+Candidate amx_int8(const KernelTable& vnni, const CpuFeatures& f) {
+  static const KernelTable table = [&] {
+    KernelTable t = vnni;
+    t.name = "amx-int8";
+    t.words = "AMX";
+    const auto add = [](FormatKernels& format, const BlockKernels (&blocks)[2]) {
+      format.blocks8 = blocks[0];
+      format.blocks16 = blocks[1];
+    };
+    add(t.int8, amx::kInt8.int8);
+    add(t.int4, amx::kInt8.int4);
+    add(t.int4_g32, amx::kInt8.int4_g32);
+    add(t.int4_g64, amx::kInt8.int4_g64);
+    add(t.int4_g128, amx::kInt8.int4_g128);
+    if (f.avx512bf16 && (f.amx_bf16 || !f.amx_tile)) {
+      add(t.bf16, amx::kBf16);
+      t.bf16_words = "AMX BF16";
+    }
+    return t;
+  }();
+  Candidate candidate{&table, lacking_avx512_vnni(f)};
+  if (!candidate.missing.empty() || tile_state().permitted) return candidate;
+  candidate.emulated = trap_executes();
+  if (!candidate.emulated) candidate.missing = tile_state().why;
+  return candidate;
+}
+
+Candidate avx_vnni_dots(const CpuFeatures& f) {
+  Candidate candidate{&avx_vnni::kTable, lacking_avx2(f)};
+  if (!candidate.missing.empty() || f.avx_vnni) return candidate;
+  candidate.emulated = trap_executes();
+  if (!candidate.emulated) candidate.missing = "the processor has no avx_vnni";
+  return candidate;
+}
 #endif
 
-std::vector<Candidate> list() {
+}  // namespace
+
+std::vector<Candidate> candidates() {
   std::vector<Candidate> all;
 #if defined(__x86_64__)
-  const CpuFeatures features = CpuFeatures::detect();
-  // amx-int8 goes here: it also needs the kernel's permission for tile data (arch_prctl), asked once for the process
-  all.push_back({&avx512_vnni::kTable, lacking_avx512_vnni(features)});
+  static const CpuFeatures features = CpuFeatures::detect();
+  static const KernelTable* const vnni = with_bf16(avx512_vnni::kTable, features);
+  all.push_back(amx_int8(*vnni, features));
+  all.push_back({vnni, lacking_avx512_vnni(features)});
   // No processor has these two and not avx512_vnni. Where that is masked, 256-bit vpdpbusd still beats 512-bit vpmaddwd:
   // 1.2 times with 16-bit activations, 1.3 to 2.2 with 8-bit ones (Zen 4).
-  all.push_back({&avx_vnni::kTable, lacking_avx_vnni(features)});
+  all.push_back(avx_vnni_dots(features));
   all.push_back({&avx512::kTable, lacking_avx512(features)});
   all.push_back({&avx2::kTable, lacking_avx2(features)});
 #endif
@@ -64,18 +108,11 @@ std::vector<Candidate> list() {
   return all;
 }
 
-}  // namespace
-
-const std::vector<Candidate>& candidates() {
-  static const std::vector<Candidate> all = list();
-  return all;
-}
-
-const Candidate* find_candidate(std::string_view name) {
+Candidate find_candidate(std::string_view name) {
   for (const Candidate& candidate : candidates()) {
-    if (candidate.table->name == name) return &candidate;
+    if (candidate.table->name == name) return candidate;
   }
-  return nullptr;
+  return {nullptr, "", false};
 }
 
 }  // namespace ktplan

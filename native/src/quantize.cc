@@ -30,8 +30,8 @@ const QuantizeTable* find_quantize_table(const char* name) {
   };
   static constexpr Entry entries[] = {
 #if defined(__x86_64__)
-      {"avx512-vnni", &avx512::kQuantize}, {"avx-vnni", &avx2::kQuantize}, {"avx512", &avx512::kQuantize},
-      {"avx2", &avx2::kQuantize},
+      {"amx-int8", &avx512::kQuantize},    {"avx512-vnni", &avx512::kQuantize}, {"avx-vnni", &avx2::kQuantize},
+      {"avx512", &avx512::kQuantize},      {"avx2", &avx2::kQuantize},
 #endif
       {"scalar", &scalar::kQuantize},
   };
