@@ -402,15 +402,15 @@ def visits(tokens: int, planes: int) -> int:
     return sum(blocks if planes == 2 else blocks // 2 for blocks in calls)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_single_block_takes_two_steps_at_a_time(trap: Trap, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_a_single_block_takes_two_steps_at_a_time(trap: Trap, bits: int, group: int | None) -> None:
     """8-bit rows up to 16: each tile of activations serves four products, so that there are 0.8 a load."""
     if "amx" in trap.native:
         pytest.skip("this processor executes AMX itself: nothing is counted")
-    layer = layer_of(experts(1, 512, 128, bits), 512, 128, bits, AMX, activation_bits=8)
+    layer = layer_of(experts(1, 512, 128, bits, group), 512, 128, bits, AMX, group=group, activation_bits=8)
     trap.reset()
     layer.forward(*routed(512, [11]))
-    assert trap.count("tdpbssd") == 3 * 512 * 128 // 1024
+    assert trap.count("tdpbssd") == 3 * 512 * 128 // 1024 * (2 if group == 32 else 1)
     assert trap.count("tdpbssd") == 0.8 * trap.count("tileloadd") == 4 * trap.count("load for a")
 
 
