@@ -94,8 +94,8 @@ def main() -> None:
     trap = emulator()
     if kernels.tile_state().permitted:
         raise SystemExit("this processor executes AMX itself: nothing is trapped, so nothing is counted")
-    print(f"{'shape':10} {'weights':9} {'act':4} {'tokens':>6} {'products':>10} {'A':>6} {'B':>6} {'C':>6} {'stores':>6}"
-          f" {'configs':>8} {'per load':>10} {'per B':>8}")  # fmt: skip
+    print(f"{'shape':10} {'weights':9} {'act':4} {'tokens':>6} {'products':>10} {'A':>6} {'B':>6} {'C':>6}"
+          f" {'stores':>6} {'configs':>8} {'per load':>10} {'per B':>8}")  # fmt: skip
     for shape in arguments.shape:
         for form in arguments.formats:
             for activation_bits in (8, 16):

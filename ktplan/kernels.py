@@ -92,8 +92,8 @@ def bf16_words(name: str) -> str:
 
 
 class TileState(NamedTuple):
-    """Tiles (AMX): whether the machine has them, the operating system lets this process use them, a trap handler of the
-    tests executes them; and what is missing, in words."""
+    """Tiles (AMX): whether the machine has them, whether the operating system lets this process use them, whether a
+    trap handler of the tests executes them; and what is missing, in words."""
 
     detected: bool
     permitted: bool

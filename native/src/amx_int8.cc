@@ -94,26 +94,65 @@ void add_scaled(const SumTile* sums, const std::uint16_t* scale, std::size_t row
   }
 }
 
-// All groups of inputs in a chunk for one group of blocks. Scaling one group's sums overlaps the next one's products.
+template <std::size_t kGroup>
+constexpr std::size_t kGroupSteps = kGroup == 128 ? 2 : 1;  // k-steps of a group
+template <std::size_t kGroup>
+constexpr std::size_t kPieces = kGroup == 32 ? 2 : 1;  // groups of a k-step: half a row of A each, half the rows of B
+template <std::size_t kGroup>
+constexpr std::size_t kGroupLine = kGroup == 32 ? 32 : kTileLine;
+
+// All groups of inputs in a chunk: multiply(k-step, piece) leaves a group's sums in the tiles, store(where) puts them
+// away, add(where, group) scales and adds them while the next group is multiplied.
+template <std::size_t kGroup, typename Multiply, typename Store, typename Add>
+[[gnu::always_inline]] inline void each_group(const Chunk& chunk, Multiply multiply, Store store, Add add) {
+  SumTile sums[2][6];
+  std::size_t done = 0;
+  for (std::size_t s = 0; s < chunk.steps; s += kGroupSteps<kGroup>) {
+    for (std::size_t piece = 0; piece < kPieces<kGroup>; ++piece, ++done) {
+      multiply(s, piece);
+      if (done != 0) add(sums[(done - 1) % 2], done - 1);
+      store(sums[done % 2]);
+    }
+  }
+  add(sums[(done - 1) % 2], done - 1);
+}
+
+template <std::size_t kGroup>
+const std::uint16_t* scales_at(const WeightStep& step, const Chunk& chunk) {
+  return step.group_scale + chunk.first * 64 / kGroup * kStepRows;
+}
+
+inline void clear(float* totals, std::size_t rows) {
+  for (std::size_t i = 0; i < rows * kStepRows; i += 16) _mm512_store_ps(totals + i, _mm512_setzero_ps());
+}
+
+inline void scale_rows(const float* totals, const BlockedRows& rows, float* out, std::size_t stride) {
+  for (std::size_t r = 0; r < rows.count; ++r) {
+    const __m512 row = _mm512_set1_ps(rows.rows[r]->scale);
+    for (std::size_t c = 0; c < kStepRows; c += 16) {
+      _mm512_storeu_ps(out + r * stride + c, _mm512_mul_ps(row, _mm512_load_ps(totals + r * kStepRows + c)));
+    }
+  }
+}
+
+// A chunk of one step for one group of blocks; before(k-step) runs ahead of each.
 template <int kPlanes, std::size_t kGroup, typename Before>
 [[gnu::always_inline]] inline void scale_chunk(const TileGroup& group, const Chunk& chunk, const std::uint8_t* b,
                                                const std::uint16_t* scale, std::size_t rows, float* totals,
                                                Before before) {
-  constexpr std::size_t kSteps = kGroup == 128 ? 2 : 1, kPieces = kGroup == 32 ? 2 : 1;
-  SumTile sums[2][6];
-  const std::uint8_t* a = group.a + chunk.first * group.step;
-  std::size_t done = 0;
-  for (std::size_t s = 0; s < chunk.steps; s += kSteps, a += kSteps * group.step, b += kSteps * kStepTiles) {
-    for (std::size_t piece = 0; piece < kPieces; ++piece, ++done) {
-      begin_group(Start::kZero, group);
-      // half a k-step is half of each row of A, and the upper or lower half of B
-      multiply_group<ByteProducts>(a + 32 * piece, group, b + kTileBytes / 2 * piece, kSteps,
-                                   [&](std::size_t i) INLINE { if (piece == 0) before(s + i); });
-      if (done != 0) add_scaled<kPlanes>(sums[(done - 1) % 2], scale + (done - 1) * kStepRows, rows, totals);
-      store_group(group, sums[done % 2]);
-    }
-  }
-  add_scaled<kPlanes>(sums[(done - 1) % 2], scale + (done - 1) * kStepRows, rows, totals);
+  const std::uint8_t* const a = group.a + chunk.first * group.step;
+  each_group<kGroup>(
+      chunk,
+      [&](std::size_t s, std::size_t piece) INLINE {
+        begin_group(Start::kZero, group);
+        multiply_group<ByteProducts>(a + s * group.step + 32 * piece, group,
+                                     b + s * kStepTiles + kTileBytes / 2 * piece, kGroupSteps<kGroup>,
+                                     [&](std::size_t i) INLINE { if (piece == 0) before(s + i); });
+      },
+      [&](SumTile* sums) INLINE { store_group(group, sums); },
+      [&](const SumTile* sums, std::size_t index) INLINE {
+        add_scaled<kPlanes>(sums, scale + index * kStepRows, rows, totals);
+      });
 }
 
 template <int kPlanes, std::size_t kGroup>
@@ -121,20 +160,20 @@ void project_groups_step(const WeightStep& step, const BlockedRows& rows, float*
   BlockSums<kPlanes> unused;
   const TileGroups groups = groups_of<kPlanes>(rows, unused);
   alignas(64) float totals[kMaxBlocks * kBlockRows * kStepRows];
-  for (std::size_t i = 0; i < rows.count * kStepRows; i += 16) _mm512_store_ps(totals + i, _mm512_setzero_ps());
+  clear(totals, rows.count);
   NibbleWeights weights(step);
   Configured configured;
   weights.begin();
   for (std::size_t i = 0; i < weights.chunks(); ++i) {
     const Chunk chunk = weights.chunk(i);
-    const std::uint16_t* const scale = step.group_scale + chunk.first * 64 / kGroup * kStepRows;
+    const std::uint8_t* const b = weights.tiles(i, chunk);
+    const std::uint16_t* const scale = scales_at<kGroup>(step, chunk);
     std::size_t first = 0;  // row
     for (std::size_t g = 0; g < groups.count; ++g) {
       const TileGroup& group = groups.group[g];
       const std::size_t blocks = kPlanes == 2 || group.shape == Shape::kOne ? 1 : group.shape == Shape::kTwo ? 2 : 3;
       const std::size_t rest = rows.count - first, count = rest < blocks * kBlockRows ? rest : blocks * kBlockRows;
-      configured.want(group, kGroup == 32 ? 32 : kTileLine);
-      const std::uint8_t* const b = weights.tiles(i, chunk);
+      configured.want(group, kGroupLine<kGroup>);
       float* const to = totals + first * kStepRows;
       if (g == 0) {
         scale_chunk<kPlanes, kGroup>(group, chunk, b, scale, count, to,
@@ -146,18 +185,54 @@ void project_groups_step(const WeightStep& step, const BlockedRows& rows, float*
     }
   }
   tiles_release();
-  for (std::size_t r = 0; r < rows.count; ++r) {
-    const __m512 row = _mm512_set1_ps(rows.rows[r]->scale);
-    for (int tile = 0; tile < 2; ++tile) {
-      const __m512 total = _mm512_load_ps(totals + r * kStepRows + 16 * tile);
-      _mm512_storeu_ps(out + r * stride + 16 * tile, _mm512_mul_ps(row, total));
-    }
+  scale_rows(totals, rows, out, stride);
+}
+
+// One block of 8-bit rows with two steps.
+template <std::size_t kGroup>
+void project_groups_wide(const WeightStep* steps, const BlockedRows& rows, float* const* out, std::size_t stride) {
+  BlockSums<1> unused;
+  const TileGroup group = groups_of<1>(rows, unused).group[0];
+  alignas(64) float totals[2][kBlockRows * kStepRows];
+  for (float* const some : totals) clear(some, rows.count);
+  NibbleWeights first(steps[0]), second(steps[1]);
+  tiles_configure(config_for(group, kGroupLine<kGroup>));
+  first.begin();
+  second.begin();
+  for (std::size_t i = 0; i < first.chunks(); ++i) {
+    const Chunk chunk = first.chunk(i), other = second.chunk(i);
+    const std::uint8_t* const a = group.a + chunk.first * group.step;
+    each_group<kGroup>(
+        chunk,
+        [&](std::size_t s, std::size_t piece) INLINE {
+          begin_sums<4>(Start::kZero, nullptr);
+          const std::size_t at = s * kStepTiles + kTileBytes / 2 * piece;
+          multiply_wide<ByteProducts>(a + s * group.step + 32 * piece, group, first.tiles(i, chunk) + at,
+                                      second.tiles(i, other) + at, kGroupSteps<kGroup>, [&](std::size_t k) INLINE {
+                                        if (piece != 0) return;
+                                        first.before(i, chunk, s + k);
+                                        second.before(i, other, s + k);
+                                      });
+        },
+        [](SumTile* sums) INLINE { each<4>([sums](auto t) INLINE { tile_store<t>(sums + t); }); },
+        [&](const SumTile* sums, std::size_t index) INLINE {
+          for (std::size_t s = 0; s < 2; ++s) {
+            const std::uint16_t* const scale = scales_at<kGroup>(steps[s], chunk) + index * kStepRows;
+            add_scaled<1>(sums + 2 * s, scale, rows.count, totals[s]);
+          }
+        });
   }
+  tiles_release();
+  for (std::size_t s = 0; s < 2; ++s) scale_rows(totals[s], rows, out[s], stride);
 }
 
 template <int kPlanes, std::size_t kGroup>
 void project_groups(const WeightStep* steps, std::size_t count, const BlockedRows& rows, float* const* out,
                     std::size_t stride) noexcept {
+  if (kPlanes == 1 && count == 2 && rows.count <= kBlockRows) {
+    project_groups_wide<kGroup>(steps, rows, out, stride);
+    return;
+  }
   for (std::size_t s = 0; s < count; ++s) project_groups_step<kPlanes, kGroup>(steps[s], rows, out[s], stride);
 }
 

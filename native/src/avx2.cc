@@ -10,6 +10,6 @@ namespace ktplan::avx2 {
 
 // 4 rows x 2 vectors of sums, 2 x 2 of weights, two broadcasts: 14 of the 16 registers, and one for a product. Nibbles need
 // two constants as well: with 4 rows the compiler keeps sums in memory, which costs a quarter of the speed.
-const KernelTable kTable = Widening<Vectors256, 4, 3>::table("avx2", "AVX2");
+constinit const KernelTable kTable = Widening<Vectors256, 4, 3>::table("avx2", "AVX2");
 
 }  // namespace ktplan::avx2

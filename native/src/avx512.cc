@@ -9,6 +9,6 @@
 namespace ktplan::avx512 {
 
 // 4 to 8 rows are equally good on Zen 4.
-const KernelTable kTable = Widening<Vectors512, 6, 6>::table("avx512", "AVX-512");
+constinit const KernelTable kTable = Widening<Vectors512, 6, 6>::table("avx512", "AVX-512");
 
 }  // namespace ktplan::avx512

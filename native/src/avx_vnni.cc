@@ -39,6 +39,6 @@ constexpr KernelTable table() {
 }  // namespace
 
 namespace avx_vnni {
-const KernelTable kTable = table();
+constinit const KernelTable kTable = table();
 }  // namespace avx_vnni
 }  // namespace ktplan

@@ -43,13 +43,15 @@ std::string lacking_avx2(const CpuFeatures& f) {
   return lacking({{f.avx2, "avx2"}, {f.fma, "fma"}}, f.os_ymm, "256-bit");
 }
 
-// The table, with vdpbf16ps where the processor has it. The copy lives as long as the process.
-const KernelTable* with_bf16(const KernelTable& table, const CpuFeatures& features) {
-  if (!features.avx512bf16) return &table;
-  auto* better = new KernelTable(table);
-  better->bf16 = avx512::kBf16Pairs;
-  better->bf16_words = "AVX-512 BF16";
-  return better;
+// Put together here, where no code is compiled for more than the platform: it runs on every machine.
+KernelTable avx512_vnni_table(const CpuFeatures& features) {
+  KernelTable table = avx512_vnni::kTable;
+  table.int4_g32 = avx512_vnni::kGroups32;
+  table.int4_g64 = avx512_vnni::kGroups64;
+  table.int4_g128 = avx512_vnni::kGroups128;
+  table.bf16 = features.avx512bf16 ? avx512::kBf16Pairs : avx512::kBf16;
+  if (features.avx512bf16) table.bf16_words = "AVX-512 BF16";
+  return table;
 }
 
 // The AVX-512 VNNI table, with blocks of rows multiplied by tiles. The emulator has all of AMX.
@@ -95,9 +97,9 @@ std::vector<Candidate> candidates() {
   std::vector<Candidate> all;
 #if defined(__x86_64__)
   static const CpuFeatures features = CpuFeatures::detect();
-  static const KernelTable* const vnni = with_bf16(avx512_vnni::kTable, features);
-  all.push_back(amx_int8(*vnni, features));
-  all.push_back({vnni, lacking_avx512_vnni(features)});
+  static const KernelTable vnni = avx512_vnni_table(features);
+  all.push_back(amx_int8(vnni, features));
+  all.push_back({&vnni, lacking_avx512_vnni(features)});
   // No processor has these two and not avx512_vnni. Where that is masked, 256-bit vpdpbusd still beats 512-bit vpmaddwd:
   // 1.2 times with 16-bit activations, 1.3 to 2.2 with 8-bit ones (Zen 4).
   all.push_back(avx_vnni_dots(features));

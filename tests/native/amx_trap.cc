@@ -42,6 +42,8 @@ struct Thread {
   Config config;  // palette 0: not configured
   Tile tile[kTiles];
   bool unused[kTiles];  // loaded, and not yet an operand
+  bool kept[kTiles];    // what was loaded lay in the watch, unchanged
+  std::uint64_t source[kTiles];
 };
 
 enum Op {
@@ -49,13 +51,15 @@ enum Op {
   kTdpbssd, kTdpbsud, kTdpbusd, kTdpbuud, kTdpbf16ps,
   kVpdpbusd, kVpdpbusds, kVpdpwssd, kVpdpwssds,
   kOps, kNone = kOps,
-  kLoadForA = kOps, kLoadForB, kLoadForC, kCounts,  // loads by what the tile was first used as
+  kLoadForA = kOps, kLoadForB, kLoadForC,  // loads by what the tile was first used as
+  kWrittenB,                               // loads for B of memory that was written since the load before
+  kCounts,
 };  // clang-format off
 constexpr const char* kNames[kCounts] = {
   "ldtilecfg", "sttilecfg", "tileloadd", "tileloaddt1", "tilestored", "tilezero", "tilerelease",
   "tdpbssd", "tdpbsud", "tdpbusd", "tdpbuud", "tdpbf16ps",
   "vpdpbusd", "vpdpbusds", "vpdpwssd", "vpdpwssds",
-  "load for a", "load for b", "load for c",
+  "load for a", "load for b", "load for c", "written b",
 };  // clang-format on
 
 std::atomic<std::uint64_t> counts[kCounts];
@@ -76,6 +80,31 @@ Thread& thread_state() {
     own = static_cast<Thread*>(at);
   }
   return *own;
+}
+
+// Watching, for one thread: memory that a B tile was loaded from is kept aside and overwritten with a pattern. A later load
+// that finds the pattern gets what was kept: nobody wrote there in between. Results stay the same; the memory does not.
+struct Watched {
+  std::uint64_t address;
+  std::uint8_t bytes[kMaxRows * kRowBytes];
+};
+constexpr std::size_t kWatched = 4096, kPattern = 0xa5;
+Watched watched[kWatched];
+bool watching;
+
+Watched& watched_at(std::uint64_t address) {
+  std::size_t at = address / 64 % kWatched;
+  for (std::size_t tries = 0; watched[at].address != address && watched[at].address != 0; at = (at + 1) % kWatched) {
+    if (++tries == kWatched) abort();
+  }
+  return watched[at];
+}
+
+bool is_pattern(const std::uint8_t* bytes, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) {
+    if (bytes[i] != kPattern) return false;
+  }
+  return true;
 }
 
 // An instruction, decoded.
@@ -280,6 +309,15 @@ const char* multiply(Thread& thread, const Instruction& in) {
     if (thread.unused[tile]) counts[as].fetch_add(1, std::memory_order_relaxed);
     thread.unused[tile] = false;
   };
+  if (watching && thread.unused[b] && !thread.kept[b]) {
+    counts[kWrittenB].fetch_add(1, std::memory_order_relaxed);
+    Watched& keep = watched_at(thread.source[b]);
+    keep.address = thread.source[b];
+    const std::size_t bytes = std::size_t{config.rows[b]} * kRowBytes;
+    auto* memory = reinterpret_cast<std::uint8_t*>(keep.address);
+    std::memcpy(keep.bytes, memory, bytes);
+    std::memset(memory, kPattern, bytes);
+  }
   used(a, kLoadForA);
   used(b, kLoadForB);
   used(c, kLoadForC);
@@ -322,6 +360,13 @@ const char* move_tile(Thread& thread, const Instruction& in) {
   }
   if (in.op != kTilestored) {
     thread.unused[in.reg] = true;
+    thread.source[in.reg] = in.base;
+    thread.kept[in.reg] = false;
+    if (watching && in.stride == kRowBytes && bytes == kRowBytes && watched_at(in.base).address != 0 &&
+        is_pattern(tile.row[0], static_cast<std::size_t>(rows) * kRowBytes)) {
+      std::memcpy(tile.row[0], watched_at(in.base).bytes, static_cast<std::size_t>(rows) * kRowBytes);
+      thread.kept[in.reg] = true;
+    }
     for (int m = rows; m < kMaxRows; ++m) std::memset(tile.row[m], 0, kRowBytes);
   }
   thread.config.start_row = 0;
@@ -498,7 +543,7 @@ EXPORT int amx_trap_remove() {
 }
 
 // How often an instruction was executed, by its lower-case name. "traps": signals taken. "load for a" (b, c): tiles loaded
-// and then first used as that operand of a product. -1: no such name.
+// and then first used as that operand of a product. "written b": see amx_trap_watch. -1: no such name.
 EXPORT std::int64_t amx_trap_count(const char* name) {
   if (std::strcmp(name, "traps") == 0) return static_cast<std::int64_t>(traps.load());
   for (int op = 0; op < kCounts; ++op) {
@@ -510,6 +555,12 @@ EXPORT std::int64_t amx_trap_count(const char* name) {
 EXPORT void amx_trap_reset() {
   traps.store(0);
   for (auto& count : counts) count.store(0);
+}
+
+// Counts "written b", as long as one thread uses tiles and nobody else needs the memory that B tiles come from.
+EXPORT void amx_trap_watch(int on) {
+  watching = on != 0;
+  std::memset(static_cast<void*>(watched), 0, sizeof watched);
 }
 
 // Preloaded, these come before libc's: others' handlers of SIGILL get what the trap passes on, and nobody blocks it.
