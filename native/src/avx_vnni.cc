@@ -17,7 +17,7 @@ struct VectorsVnni : Vectors256 {
 // 6 rows x 2 vectors of sums, 2 of weights, a broadcast: 15 of the 16 registers; with two planes 3 rows.
 template <std::size_t kBits, std::size_t kGroup>
 constexpr FormatKernels kFormat{.row_bytes = Rows<VectorsVnni>::plain_bytes<kGroup>,
-                                .quantize = Rows<VectorsVnni>::plain<kGroup>,
+                                .quantize = Rows<VectorsVnni>::plain<kGroup, kNibbleOffset>,
                                 .a8 = products_of<Bytes<VectorsVnni, kBits, 8, 6>, kGroup>(),
                                 .a16 = products_of<Bytes<VectorsVnni, kBits, 16, 3>, kGroup>()};
 

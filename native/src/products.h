@@ -29,6 +29,7 @@
 namespace ktplan {
 namespace {
 
+constexpr int kNibbleOffset = 8;             // makes nibbles unsigned
 constexpr std::size_t kWords = 16;           // in a k-step
 constexpr std::size_t kLookAhead = 8192;     // bytes; 6 to 16 KB are equally good, 4 KB and less are not
 

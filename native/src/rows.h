@@ -19,8 +19,6 @@
 namespace ktplan {
 namespace {
 
-constexpr int kNibbleOffset = 8;
-
 template <class V>
 struct Rows {
   using F = typename V::F;
@@ -39,18 +37,20 @@ struct Rows {
     return Row{.bytes = bytes, .scale = scaling.scale, .sums = {0, 0}};
   }
 
-  template <std::size_t kGroup>
+  // kOffset: what the kernel adds to the weights' levels.
+  template <std::size_t kGroup, int kOffset>
   static Row plain(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
     const Scaling scaling(x, k, bits, numerics);
     Row row{.bytes = bytes, .scale = scaling.scale, .sums = {0, 0}};
-    std::uint8_t* group_sum = bytes + k * static_cast<std::size_t>(bits) / 8;
+    std::uint8_t* excess = bytes + k * static_cast<std::size_t>(bits) / 8;
+    I high_sum = V::set32(0), low_sum = V::set32(0);
     for (std::size_t begin = 0, length = kGroup == 0 ? k : kGroup; begin < k; begin += length) {
-      I high_sum = V::set32(0), low_sum = V::set32(0);
+      I group_sum = V::set32(0);
       for (std::size_t i = begin; i < begin + length; i += V::kLanes) {
         const I level = scaling.levels(x + i);
+        group_sum = V::add32(group_sum, level);
         if (bits == 8) {
           V::store_low_bytes(bytes + i, level);
-          high_sum = V::add32(high_sum, level);
         } else {
           const I high = V::template shift_right<8>(V::add32(level, V::set32(128)));
           V::store_planes(bytes + 2 * i, high, level);
@@ -58,16 +58,16 @@ struct Rows {
           low_sum = V::add32(low_sum, V::sub32(level, V::template shift_left<8>(high)));
         }
       }
-      const std::int32_t high = sum(high_sum), low = sum(low_sum);
       if constexpr (kGroup == 0) {
-        row.sums[0] = high;
-        row.sums[1] = low;
+        if (bits == 8) high_sum = group_sum;
       } else {
-        const std::int32_t excess = -kNibbleOffset * (bits == 8 ? high : 256 * high + low);
-        std::memcpy(group_sum, &excess, 4);
-        group_sum += 4;
+        const std::int32_t value = -kOffset * V::sum32(group_sum);
+        std::memcpy(excess, &value, 4);
+        excess += 4;
       }
     }
+    row.sums[0] = V::sum32(high_sum);
+    row.sums[1] = V::sum32(low_sum);
     return row;
   }
 
@@ -108,13 +108,6 @@ struct Rows {
     V::store_bytes(lanes, most);
     for (const std::uint32_t lane : lanes) top = lane > top ? lane : top;
     return top;
-  }
-
-  static std::int32_t sum(I x) {
-    std::int32_t lanes[V::kLanes], total = 0;
-    V::store_bytes(lanes, x);
-    for (const std::int32_t lane : lanes) total += lane;
-    return total;
   }
 
   struct Scaling {

@@ -57,6 +57,11 @@ struct Vectors256 {
   template <int n> static I shift_right(I x) { return _mm256_srai_epi32(x, n); }
   static I products_of_pairs(I a, I b) { return _mm256_madd_epi16(a, b); }         // int16: a0 b0 + a1 b1 ...
   static I products_of_bytes(I u, I s) { return _mm256_maddubs_epi16(u, s); }  // the same, unsigned times signed bytes
+  static std::int32_t sum32(I x) {
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+  }
 
   // from one to the other
   static I bits(F x) { return _mm256_castps_si256(x); }

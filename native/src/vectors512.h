@@ -57,6 +57,7 @@ struct Vectors512 {
   template <int n> static I shift_right(I x) { return _mm512_srai_epi32(x, n); }
   static I products_of_pairs(I a, I b) { return _mm512_madd_epi16(a, b); }         // int16: a0 b0 + a1 b1 ...
   static I products_of_bytes(I u, I s) { return _mm512_maddubs_epi16(u, s); }  // the same, unsigned times signed bytes
+  static std::int32_t sum32(I x) { return _mm512_reduce_add_epi32(x); }
 
   // from one to the other
   static I bits(F x) { return _mm512_castps_si512(x); }

@@ -22,7 +22,7 @@ struct Widening {
 
   template <std::size_t kGroup>
   static Row quantize(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
-    return bits == 8 ? Rows<V>::template plain<kGroup>(x, k, bits, numerics, bytes)
+    return bits == 8 ? Rows<V>::template plain<kGroup, kNibbleOffset>(x, k, bits, numerics, bytes)
                      : Rows<V>::pairs(x, k, bits, numerics, bytes);
   }
 
