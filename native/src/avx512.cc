@@ -1,4 +1,4 @@
-// AVX-512 kernels for processors without VNNI: widening.h on 512-bit registers.
+// AVX-512 kernels for processors without VNNI: widening.h on 512-bit registers. dispatch.cc adds those for bfloat16.
 
 #include "elementwise.h"
 #include "vectors512.h"

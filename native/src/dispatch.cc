@@ -54,6 +54,12 @@ KernelTable avx512_vnni_table(const CpuFeatures& features) {
   return table;
 }
 
+KernelTable avx512_table() {
+  KernelTable table = avx512::kTable;
+  table.bf16 = avx512::kBf16;
+  return table;
+}
+
 // The AVX-512 VNNI table, with blocks of rows multiplied by tiles. The emulator has all of AMX.
 Candidate amx_int8(const KernelTable& vnni, const CpuFeatures& f) {
   static const KernelTable table = [&] {
@@ -97,13 +103,13 @@ std::vector<Candidate> candidates() {
   std::vector<Candidate> all;
 #if defined(__x86_64__)
   static const CpuFeatures features = CpuFeatures::detect();
-  static const KernelTable vnni = avx512_vnni_table(features);
+  static const KernelTable vnni = avx512_vnni_table(features), no_vnni = avx512_table();
   all.push_back(amx_int8(vnni, features));
   all.push_back({&vnni, lacking_avx512_vnni(features)});
   // No processor has these two and not avx512_vnni. Where that is masked, 256-bit vpdpbusd still beats 512-bit vpmaddwd:
   // 1.2 times with 16-bit activations, 1.3 to 2.2 with 8-bit ones (Zen 4).
   all.push_back(avx_vnni_dots(features));
-  all.push_back({&avx512::kTable, lacking_avx512(features)});
+  all.push_back({&no_vnni, lacking_avx512(features)});
   all.push_back({&avx2::kTable, lacking_avx2(features)});
 #endif
   all.push_back({&scalar::kTable, ""});

@@ -41,7 +41,6 @@ struct Widening {
     table.int4_g32 = int4<32>;
     table.int4_g64 = int4<64>;
     table.int4_g128 = int4<128>;
-    table.bf16 = kBf16Format<V, kRoom>;
     table.levels = Rows<V>::levels_of_pairs;
     return with_elementwise<V>(table);
   }
