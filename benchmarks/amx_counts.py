@@ -89,7 +89,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 32, 96])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8", "int4", "int4-g64"])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8", "int4-g64"])
     arguments = parser.parse_args()
     trap = emulator()
     if kernels.tile_state().permitted:
