@@ -27,10 +27,11 @@ inline constexpr std::size_t kMaxInputs = 65536;  // above it an int32 sum of pr
 
 // Sizes that depend on the width of the weights.
 struct Layout {
-  std::size_t bits;         // 8 or 4
+  std::size_t bits;         // 16 (bfloat16), 8 or 4
   std::size_t block_rows;   // rows of a full n-block
   std::size_t block_bytes;  // bytes of a row in a full k-block
   std::size_t k_multiple;   // inputs must be a multiple of this
+  std::size_t group = 0;    // inputs of a row that share a scale; 0: the whole row
 
   constexpr std::size_t row_bytes(std::size_t k) const { return k * bits / 8; }
   constexpr std::size_t packed_bytes(std::size_t n, std::size_t k) const { return n * row_bytes(k); }
@@ -38,6 +39,7 @@ struct Layout {
 
 inline constexpr Layout kInt8Layout{.bits = 8, .block_rows = 64, .block_bytes = 3584, .k_multiple = 64};
 inline constexpr Layout kInt4Layout{.bits = 4, .block_rows = 128, .block_bytes = 1792, .k_multiple = 128};
+inline constexpr Layout kBf16Layout{.bits = 16, .block_rows = 64, .block_bytes = 3584, .k_multiple = 32};
 
 // 32 rows of a packed projection: what a kernel multiplies at a time.
 struct WeightStep {
