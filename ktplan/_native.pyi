@@ -45,6 +45,12 @@ def dots(isa: str, x: Any, packed: Any, n: int, bits: int, activation_bits: int)
 def swiglu(isa: str, gate: Any, up: Any) -> npt.NDArray[np.float32]: ...
 def round_bf16(isa: str, x: Any) -> npt.NDArray[np.float32]: ...
 def pack_weights(
-    isa: str, pool: Pool, tasks: list[tuple[Any, Any, Any]], bits: int, rounding: str, multipliers: Any, group: int,
-    shares: Any
+    isa: str,
+    pool: Pool,
+    tasks: list[tuple[Any, Any, Any]],
+    bits: int,
+    rounding: str,
+    multipliers: Any,
+    group: int,
+    shares: Any,
 ) -> list[tuple[bool, float, float]]: ...

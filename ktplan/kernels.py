@@ -279,7 +279,7 @@ class PackTask(NamedTuple):
 
     matrix: npt.NDArray[Any]  # [N, K], float32 or bfloat16 as uint16; rows may lie apart
     packed: npt.NDArray[np.uint8]  # [N * K * bits / 8]
-    # float32 [N]; with groups bfloat16 as uint16 [N * K / group], in the order [N / 32][K / group][32]; empty at 16 bits
+    # float32 [N]; with groups bfloat16 as uint16, in the order [N / 32][K / group][32]; empty with 16 bits
     scale: npt.NDArray[Any]
 
 
@@ -305,7 +305,8 @@ def pack_weights(
     """Quantize and pack on all threads of `pool`, with the bytes that quant.rounding and quant.groups specify.
 
     `bits` 16 is bfloat16. `multipliers` is the grid of a row's search (quant.rounding.multipliers), `shares` that of a
-    group's (quant.groups.shares). N must be a multiple of 32, K of the layout's unit. Raises ValueError or TypeError naming the argument for other shapes and dtypes.
+    group's (quant.groups.shares). N must be a multiple of 32, K of the layout's unit.
+    Raises ValueError or TypeError naming the argument for other shapes and dtypes.
     """
     own = pool if pool is not None else Pool.default()
     found = _native.pack_weights(

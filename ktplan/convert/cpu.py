@@ -101,7 +101,7 @@ def plan_cpu(
     """
     spec = source.spec
     spec.check_plain_experts()
-    check_parts(spec, scheme.bits, numa_parts)
+    check_parts(spec, scheme.bits, numa_parts, scheme.group)
     if (scheme.rounding == "gptq") != (calibration is not None):
         raise BadUsage(
             "--rounding gptq needs calibration text, and nothing else uses it",
@@ -304,7 +304,7 @@ def job_of(
         fingerprint=spec.fingerprint,
         scheme=scheme.name if mixed is None else f"{scheme.name} and int8-row",
         rounding=scheme.rounding,
-        layout=layout_for(scheme.bits).name,
+        layout=layout_for(scheme.bits, scheme.group).name,
         parts=parts,
         mixed=mixed,
         layers=spec.moe_layers,
@@ -318,6 +318,7 @@ def shape_of(source: WeightSource, scheme: Scheme, parts: int) -> StoreShape:
     width = padded(spec.moe_intermediate, scheme.bits)
     return StoreShape(
         bits=scheme.bits,
+        group=scheme.group,
         parts=parts,
         experts=spec.experts,
         hidden=spec.hidden,

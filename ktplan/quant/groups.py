@@ -4,8 +4,8 @@ A group is 32, 64 or 128 neighbouring inputs of one output row. A weight is `lev
 may be negative, so that a group's largest weight can sit at -8 whatever its sign.
 
 The scale with the least squared error is searched: shares of the group's largest weight (`shares`), rounded to
-bfloat16 *before* levels are chosen; then twice the least-squares scale of the best one's levels. What is compared is the
-error that is really stored.
+bfloat16 *before* levels are chosen; then twice the least-squares scale of the best one's levels. What is compared is
+the error that is really stored.
 
 numpy only. This file is the specification: the native code that conversion runs (kernels.pack_groups and
 kernels.pack_bfloat16) gives the same bytes on every machine. Every sum is a float32 sum in the order of the inputs.
@@ -26,8 +26,8 @@ U32 = npt.NDArray[np.uint32]
 
 LOWEST, HIGHEST = -8, 7
 _REFITS = 2
-# Levels that a group's largest weight may get, in steps below zero. More points, a wider range, more refits and scales of
-# the other sign together lower the error by less than 0.4 % in groups of 32, also with outliers and heavy tails.
+# Levels that a group's largest weight may get, in steps below zero. More points, a wider range, more refits and scales
+# of the other sign together lower the error by less than 0.4 % in groups of 32, also with outliers and heavy tails.
 _REACH, _POINTS = (5.0, 8.6), 12
 _SMALLEST = np.uint32(7 << 23)  # 2^-120: below it a scale would come near to float32's denormals
 _TOP_FIELD = 254  # exponent of the largest float32s
@@ -144,9 +144,7 @@ class _Search:
 
     def least_squares(self) -> F32:
         """The scale with the least error for the levels of the best so far."""
-        fitted: F32 = np.divide(
-            self._product, self._square, out=self.scale.copy(), where=self._square > 0
-        )
+        fitted: F32 = np.divide(self._product, self._square, out=self.scale.copy(), where=self._square > 0)
         return fitted
 
 

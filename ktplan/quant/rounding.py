@@ -160,7 +160,12 @@ def _flush(values: F32) -> F32:
 
 @lru_cache(maxsize=4)
 def multipliers(top_level: int) -> npt.NDArray[np.uint16]:
-    """The search's grid, ascending: sixteenths of a level for the largest magnitude under each clip ratio."""
+    """The search's grid, ascending: sixteenths of a level for the largest magnitude under each clip ratio.
+
+    Empty for formats without levels (`top_level` 0).
+    """
+    if not top_level:
+        return np.empty(0, np.uint16)
     ratios = np.geomspace(1.0, _LOWEST_RATIO[top_level], _GRID_POINTS[top_level])
     grid = np.rint(16 * top_level / ratios).astype(np.uint16)
     grid.flags.writeable = False

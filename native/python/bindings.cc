@@ -410,7 +410,7 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
   if (rounding != "kt" && rounding != "mse") wrong("rounding", "'kt' or 'mse'", rounding);
   const Array grid = array_from<Array>(multipliers, "multipliers");
   check(grid, "multipliers", dtype_code::UInt, 16, {grid.size()});
-  if (grid.size() == 0) wrong("multipliers", "at least one", "none");
+  if (grid.size() == 0 && bits != 16 && group == 0) wrong("multipliers", "at least one", "none");
   const Array steps = array_from<Array>(shares, "shares");
   check(steps, "shares", dtype_code::Float, 32, {steps.size()});
   if (group != 0 && steps.size() == 0) wrong("shares", "at least one", "none");

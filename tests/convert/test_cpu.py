@@ -370,7 +370,10 @@ def test_another_job_may_not_go_on_there(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         convert_cpu(Source(tiny, 1, 0, raising(KeyboardInterrupt())), out, Scheme(8))
     before = digests(out)
-    with pytest.raises(BadUsage, match=r"other arguments: --bits was 'int8-row', is 'int4-row' now"):
+    with pytest.raises(
+        BadUsage,
+        match=r"other arguments: the format .*--group-size.* was 'int8-row', is 'int4-row'",
+    ):
         convert_cpu(open_source(tiny), out, Scheme(4))
     with pytest.raises(BadUsage, match=r"--numa-parts was 1, is 2 now"):
         plan_cpu(open_source(tiny), out, Scheme(8), 2)
