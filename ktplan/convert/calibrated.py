@@ -240,7 +240,8 @@ def _finished_store(journal: Journal, source: WeightSource, scheme: Scheme, shap
     manifest = StoreManifest(
         model=job.model, family=spec.family, fingerprint=job.fingerprint, scheme=job.scheme, bits=scheme.bits,
         rounding=job.rounding, layout=layout_for(scheme.bits, scheme.group).name, parts=shape.parts,
-        layers=tuple(finished), experts=spec.experts, hidden=spec.hidden, intermediate=spec.moe_intermediate, activation=spec.activation,
+        layers=tuple(finished), experts=spec.experts, hidden=spec.hidden, intermediate=spec.moe_intermediate,
+        activation=spec.activation,
         files=tuple(replace(done.file, name=f"{done.file.name}.part") for done in finished.values()),
         errors={},
     )  # fmt: skip

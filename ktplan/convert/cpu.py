@@ -58,6 +58,7 @@ class Plan:
     out: Path
     job: Job
     experts: int  # a layer
+    weights: int  # of all experts, as the model counts them
     resumed: int  # layers that an earlier run has finished
     bytes_in: int
     bytes_out: int
@@ -123,6 +124,7 @@ def plan_cpu(
         out=out,
         job=job,
         experts=spec.experts,
+        weights=spec.expert_count * spec.params_per_expert,
         resumed=resumed,
         bytes_in=spec.expert_bytes,
         bytes_out=bytes_out,

@@ -14,7 +14,7 @@ from ktplan.artifact import read_json, write_json
 from ktplan.errors import BadInput
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.model.source import PROJECTIONS
-from ktplan.store.layout import AMX_INT4, AMX_INT8, LAYOUTS, Layout, layout_for
+from ktplan.store.layout import AMX_INT4, AMX_INT8, LAYOUTS, Layout, Sizes, layout_for, legal_parts, padded
 
 KIND = "ktplan-expert-store"
 KT_LAYOUTS = (AMX_INT8.name, AMX_INT4.name)  # those that kt-kernel reads
@@ -118,6 +118,15 @@ class StoreShape:
             rows, columns = self.rows_and_columns(projection)
             total += rows * layout.row_bytes(columns) + layout.scale_bytes(rows, columns)
         return self.parts * total
+
+
+def expert_bytes_as(sizes: Sizes, bits: int, group: int | None = None) -> int | None:
+    """Bytes that one expert of a model takes in a store of that format, undivided; None where it does not fit."""
+    if not legal_parts(sizes, bits):
+        return None
+    width = padded(sizes.moe_intermediate, bits)
+    shape = StoreShape(bits=bits, group=group, parts=1, experts=1, hidden=sizes.hidden, intermediate=width)
+    return shape.plain_bytes(bits)
 
 
 def tensor_name(layer: int, projection: str, expert: int, part: int, what: str) -> str:
