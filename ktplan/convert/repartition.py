@@ -138,7 +138,8 @@ def _moves_without_loss(store: ExpertStore, parts: int) -> bool:
         for expert in range(manifest.experts):
             if not _has_row_scales(manifest, layer, expert):
                 continue
-            scales = [store.packed(layer, expert, part).down_scale for part in range(manifest.parts)]
+            found = [store.packed(layer, expert, part).down_scale for part in range(manifest.parts)]
+            scales = [scale.view(np.float32) for scale in found if scale is not None]
             if any(_joined(np.stack([scales[part] for part in own])) is None for own in overlaps):
                 return False
     return True

@@ -141,7 +141,7 @@ def pack_scales(scale: U16) -> U16:
 
 
 def unpack_scales(packed: U16, rows: int) -> U16:
-    """The inverse of `pack_scales`."""
+    """The inverse of `pack_scales`; [N / 32, K / group, 32] or in one dimension."""
     lines = packed.reshape(rows // 32, -1, 32)
     return np.ascontiguousarray(lines.transpose(0, 2, 1)).reshape(rows, -1)
 

@@ -31,17 +31,17 @@ _ALIGNMENT = 64  # bytes; what the kernels' loads ask for
 class PackedArrays(NamedTuple):
     """One part of one expert: packed bytes uint8 [N*K*bits/8] and their scales; read-only, 64-byte aligned.
 
-    Scales are float32 [N], with groups bfloat16 as uint16 in the order of `layout.pack_scales`, empty for bfloat16.
+    Scales are float32 [N], with groups bfloat16 bit patterns, uint16 [N / 32, K / group, 32], None for bfloat16.
     """
 
     gate: U8
-    gate_scale: F32 | U16
+    gate_scale: F32 | U16 | None
     up: U8
-    up_scale: F32 | U16
+    up_scale: F32 | U16 | None
     down: U8
-    down_scale: F32 | U16
+    down_scale: F32 | U16 | None
 
-    def pairs(self) -> tuple[tuple[U8, F32 | U16], ...]:
+    def pairs(self) -> tuple[tuple[U8, F32 | U16 | None], ...]:
         """Weight and scale of gate, up and down."""
         return (self.gate, self.gate_scale), (self.up, self.up_scale), (self.down, self.down_scale)
 
@@ -130,10 +130,11 @@ class ExpertStore:
             )
         names = [tensor.name for tensor in manifest.shape.tensors(layer, expert, part)]
         weights = [tensors[name] for name in names[:3]]
-        grouped = manifest.shape.layout_of(layer, expert).group is not None
-        scales: list[F32 | U16] = [
-            tensors[name].view(np.uint16) if grouped else tensors[name].view(np.float32) for name in names[3:]
-        ] or [np.empty(0, np.float32)] * 3
+        layout = manifest.shape.layout_of(layer, expert)
+        scales: list[F32 | U16 | None] = [
+            _scales(tensors[name], manifest.shape.rows_and_columns(projection)[0], layout)
+            for name, projection in zip(names[3:], PROJECTIONS, strict=False)
+        ] or [None, None, None]
         return PackedArrays(weights[0], scales[0], weights[1], scales[1], weights[2], scales[2])
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
@@ -205,8 +206,14 @@ class ExpertStore:
         return tensors
 
 
-def _unpacked(weight: U8, scale: F32 | U16, rows: int, columns: int, layout: Layout) -> Stored:
-    if layout.tile_bits == 16:
+def _scales(raw: U8, rows: int, layout: Layout) -> F32 | U16:
+    if layout.group is None:
+        return raw.view(np.float32)
+    return raw.view(np.uint16).reshape(rows // 32, -1, 32)
+
+
+def _unpacked(weight: U8, scale: F32 | U16 | None, rows: int, columns: int, layout: Layout) -> Stored:
+    if scale is None:
         return Bfloat16Rows(unpack_bfloat16(weight, rows, columns))
     levels = unpack(weight, rows, columns, layout.tile_bits)
     if layout.group is None:
