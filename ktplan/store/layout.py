@@ -91,7 +91,7 @@ def layout_for(bits: int, group: int | None = None) -> Layout:
 
     What `bits` alone decides (tiles, units, legal parts) is the same for all groups.
     """
-    if group is not None:
+    if group is not None and bits == 4:
         return _GROUPED[group]
     return {16: BF16, 8: AMX_INT8}.get(bits, AMX_INT4)
 

@@ -1,4 +1,4 @@
-"""Groups of 4-bit levels with bfloat16 scales, and bfloat16: the specification, and native code that gives its bytes."""
+"""Groups of 4-bit levels with bfloat16 scales, and bfloat16: the specification, and native code with its bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktplan.kernels import PackTask, Pool, available_isas, pack_weights
-from ktplan.quant import Bfloat16Rows, QuantizedGroups, dequantize_stored, quantize_groups, squared_error_stored
+from ktplan.quant import (
+    Bfloat16Rows,
+    QuantizedGroups,
+    dequantize_stored,
+    quantize_groups,
+    squared_error_stored,
+)
 from ktplan.quant.groups import narrow, shares, widen
 from ktplan.quant.rounding import multipliers
 from ktplan.store.layout import pack, pack_scales, packed_bytes
@@ -209,4 +215,6 @@ def test_wrong_groups_and_scales_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="shares"):
         pack_weights([PackTask(matrix, packed, scale)], 4, "mse", multipliers(7), group=32)
     with pytest.raises((TypeError, ValueError), match="scale"):
-        pack_weights([PackTask(matrix, np.zeros(8192, np.uint8), np.zeros(32, np.float32))], 16, "mse", multipliers(0))
+        pack_weights(
+            [PackTask(matrix, np.zeros(8192, np.uint8), np.zeros(32, np.float32))], 16, "mse", multipliers(0)
+        )
