@@ -216,5 +216,5 @@ def _render(body: dict[str, Any], out: Output) -> None:
     out.line()
     out.line(f"files are in {body['folder']}, made in {format_seconds(body['seconds'])}")
     out.line(
-        "on a model of your own:  ktplan inspect MODEL   then   ktplan convert-cpu MODEL -o STORE --bits 8 --dry-run"
+        "on a model of your own:  ktplan inspect MODEL   then   ktplan convert-cpu MODEL -o STORE --dry-run"
     )

@@ -28,7 +28,7 @@ LOWEST, HIGHEST = -8, 7
 _REFITS = 2
 # Levels that a group's largest weight may get, in steps below zero. More points, a wider range, more refits and scales
 # of the other sign together lower the error by less than 0.4 % in groups of 32, also with outliers and heavy tails.
-# Whole numbers are among them: weights that were such levels before (Kimi's INT4, GPTQ, Q4_0) are kept exactly.
+# Whole numbers are among them: weights that were such levels before, with bfloat16 scales (Kimi-K2), are kept exactly.
 _REACHES = (5.0, 5.5, 6.0, 6.35, 6.7, 7.0, 7.25, 7.5, 7.75, 8.0, 8.3, 8.6)
 _SMALLEST = np.uint32(7 << 23)  # 2^-120: below it a scale would come near to float32's denormals
 _TOP_FIELD = 254  # exponent of the largest float32s
