@@ -10,7 +10,6 @@ namespace ktplan {
 namespace {
 
 constexpr std::size_t kBf16LookAhead = 8192;  // bytes
-constexpr int kInOrderRows = 2;               // rows up to which the weights are read strictly in order
 
 template <int kOdd>
 using Odd = std::integral_constant<int, kOdd>;
@@ -36,27 +35,18 @@ template <class M, int kRows>
         ahead.next == nullptr ? 0 : segment_at(*ahead.next, kBf16Layout.block_bytes, kb).bytes - w;
     for (; w != end; w += 2 * kTileBytes) {
       for (std::size_t line = ahead.first_line; line < ahead.last_line; ++line) prefetch(w + to_next + 64 * line);
-      if constexpr (kRows <= kInOrderRows) {
-        each<2>([&](auto tile) INLINE {
-          each<16>([&](auto word) INLINE {
-            const __m512i line = _mm512_loadu_si512(w + tile * kTileBytes + word * 64);
-            each<kRows>([&](auto r) INLINE { M::add(sums[r][tile], line, row[r] + at + word * M::kBytes, Odd<word % 2>{}); });
+      for (int pair = 0; pair < 16; pair += 2) {
+        each<2>([&](auto odd) INLINE {
+          const int word = pair + odd;
+          const __m512i first = _mm512_loadu_si512(w + word * 64);
+          const __m512i second = _mm512_loadu_si512(w + kTileBytes + word * 64);
+          prefetch(w + kBf16LookAhead + word * 128);
+          prefetch(w + kBf16LookAhead + word * 128 + 64);
+          each<kRows>([&](auto r) INLINE {
+            M::add(sums[r][0], first, row[r] + at + word * M::kBytes, Odd<odd>{});
+            M::add(sums[r][1], second, row[r] + at + word * M::kBytes, Odd<odd>{});
           });
         });
-      } else {
-        for (int pair = 0; pair < 16; pair += 2) {
-          each<2>([&](auto odd) INLINE {
-            const int word = pair + odd;
-            const __m512i first = _mm512_loadu_si512(w + word * 64);
-            const __m512i second = _mm512_loadu_si512(w + kTileBytes + word * 64);
-            prefetch(w + kBf16LookAhead + word * 128);
-            prefetch(w + kBf16LookAhead + word * 128 + 64);
-            each<kRows>([&](auto r) INLINE {
-              M::add(sums[r][0], first, row[r] + at + word * M::kBytes, Odd<odd>{});
-              M::add(sums[r][1], second, row[r] + at + word * M::kBytes, Odd<odd>{});
-            });
-          });
-        }
       }
       at += 16 * M::kBytes;
     }
