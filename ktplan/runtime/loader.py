@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ktplan import network
-from ktplan.errors import BadInput, BadUsage, DoesNotFit
+from ktplan.errors import BadInput, DoesNotFit
 from ktplan.experts import format_ranges
 from ktplan.model import ExpertWeights, WeightSource, open_safetensors
 from ktplan.progress import SILENT, Progress, Task
