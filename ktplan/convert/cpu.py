@@ -108,11 +108,6 @@ def plan_cpu(
             hint="give --rounding gptq --calibration FILE... (or corpus:profile, the embedded text)",
         )
     job, shape = job_of(source, scheme, numa_parts, calibration, mixed), shape_of(source, scheme, numa_parts)
-    if shape.padding and calibration is not None:
-        raise BadUsage(
-            f"experts {spec.moe_intermediate} wide are padded to {shape.intermediate}, which --rounding gptq cannot do",
-            hint="use --rounding mse",
-        )
     bytes_out = sum(shard_bytes(shape, layer, facts_of(job)) for layer in job.layers)
     if mixed is not None:
         wide = wide_count(source, scheme, shape, mixed)
