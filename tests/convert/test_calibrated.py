@@ -241,16 +241,51 @@ def test_text_and_rounding_go_together(
     for scheme, calibration in ((Scheme(4, rounding="gptq"), None), (Scheme(4), text)):
         with pytest.raises(BadUsage, match="needs calibration text"):
             plan_cpu(open_source(tiny), tmp_path / "store", scheme, calibration=calibration)
-    profile = tmp_path / "profile.safetensors"
-    profile.touch()
-    arguments = (
-        "convert-cpu",
-        "tiny",
-        "-o",
-        tmp_path / "store",
-        "--rounding",
-        "gptq",
-        "--calibration",
-        profile,
+
+
+def test_a_profile_stands_for_the_texts_that_it_was_recorded_on(
+    tiny: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    text = tmp_path / "letters.jsonl"
+    text.write_text("".join(f'{{"body": "The ship was lost, and {n} men with it."}}\n' for n in range(8)))
+    profile = tmp_path / "p.safetensors"
+    cli("profile", "tiny", "--dataset", text, "--text-field", "body", "-o", profile, "-q").ok()
+    given = ("--rounding", "gptq", "--bits", "4", "--max-tokens", "256", "-q", "--calibration")
+    cli("convert-cpu", "tiny", "-o", tmp_path / "a", *given, profile).ok()
+    store = ExpertStore.open(tmp_path / "a")
+    assert store.manifest.output_errors
+
+    text.rename(tmp_path / "elsewhere.jsonl")
+    refused = cli("convert-cpu", "tiny", "-o", tmp_path / "b", *given, profile)
+    refused.refused(4, f"recorded on letters.jsonl: it is in none of {tmp_path}", "the texts themselves")
+    text.write_text('{"body": "another"}\n')
+    cli("convert-cpu", "tiny", "-o", tmp_path / "b", *given, profile).refused(
+        4, "letters.jsonl is another text by now"
     )
-    cli(*arguments).refused(2, "not what their inputs are")
+    damaged = tmp_path / "d.safetensors"
+    damaged.touch()
+    cli("convert-cpu", "tiny", "-o", tmp_path / "b", *given, damaged).refused(4, "d.safetensors")
+    assert not (tmp_path / "b").exists()
+
+
+def test_texts_of_a_profile_are_the_embedded_ones_too(tiny: Path, tmp_path: Path) -> None:
+    from ktplan.artifact import sha256_file
+    from ktplan.errors import BadInput
+    from ktplan.model.embedded import corpus_files
+    from ktplan.profile import ActivationProfile, CorpusFile
+    from ktplan.profile.texts import texts_of
+
+    files = corpus_files("profile")[:2]
+
+    def profile(named: tuple[CorpusFile, ...]) -> ActivationProfile:
+        return ActivationProfile(
+            counts=np.ones((1, 1, 2), np.int64), tokens=np.array([2]), document_ids=("d",), sources=("s",),
+            layers=(0,), top_k=1, fingerprint="", model="m", family="f", files=named,
+        )  # fmt: skip
+
+    named = tuple(CorpusFile(file.name, sha256_file(file)) for file in files)
+    assert texts_of(profile(named), [tmp_path]) == files
+    with pytest.raises(BadInput, match="not on which texts"):
+        texts_of(profile(()), [tmp_path])
+    with pytest.raises(BadInput, match=r"english\.profile\.jsonl is another text by now"):
+        texts_of(profile((CorpusFile(files[0].name, "sha256:" + "0" * 64),)), [tmp_path])
