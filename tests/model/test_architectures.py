@@ -35,16 +35,19 @@ def test_experts_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
 
     model = tiny_model(model_type)
     modules = dict(experts_modules(model))
+    fingerprints = set()
     for form, options in (("single", {}), ("fused", {"save_original_format": False})):
         folder = tmp_path / form
         model.save_pretrained(folder, **options)
         source = open_source(folder)
         spec = source.spec
+        fingerprints.add(spec.fingerprint)
         assert {spec.experts_module_name(layer) for layer in spec.moe_layers} == set(modules)
         for layer in spec.moe_layers:
             module = modules[spec.experts_module_name(layer)]
             for expert in range(spec.experts):
                 _assert_equal(source.expert(layer, expert), rows_of(module, expert))
+    assert len(fingerprints) == 1
     assert generate.record_of(model) == architectures()[model_type]
     name, module = next(iter(modules.items()))
     layer = next(layer for layer in spec.moe_layers if spec.experts_module_name(layer) == name)

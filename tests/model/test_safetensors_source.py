@@ -251,6 +251,57 @@ def test_the_fingerprint_tells_fine_tunes_apart(copy: Path, tiny: Path) -> None:
     assert read_spec(copy).fingerprint != read_spec(tiny).fingerprint
 
 
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_models_that_differ_in_experts_alone_have_fingerprints_of_their_own(
+    copy: Path, tiny: Path, projection: str
+) -> None:
+    from ktplan.model.header import read_header
+
+    name = f"model.layers.2.mlp.experts.15.{projection}_proj.weight"
+    info = read_header(copy / "model.safetensors").tensors[name]
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(info.start)
+        file.write(bytes(info.bytes))
+    assert read_spec(copy).fingerprint != read_spec(tiny).fingerprint
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_fingerprint_is_that_of_the_weights_however_they_are_stored(
+    tiny: Path, tmp_path: Path, transposed: bool, interleaved: bool
+) -> None:
+    """Single matrices, and the same ones stacked, transposed, with gate and up rows in turns."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tiny / "model.safetensors")
+    config = json.loads((tiny / "config.json").read_text())
+    family = "gpt_oss" if interleaved else "qwen3_moe"
+    prints = set()
+    for form in ("single", "stacked"):
+        folder = tmp_path / form
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": family}))
+        kept = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+        for layer in range(4):
+            at = f"model.layers.{layer}.mlp.experts"
+            each = [[weights[f"{at}.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")] for e in range(16)]
+            if form == "single":
+                kept |= {name: tensor for name, tensor in weights.items() if name.startswith(at)}
+                continue
+            both = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+            if interleaved:
+                both = torch.stack([torch.stack([gate, up], 1).flatten(0, 1) for gate, up, _ in each])
+            down = torch.stack([matrix for _, _, matrix in each])
+            turned = (both.mT, down.mT) if transposed else (both, down)
+            kept |= {f"{at}.gate_up_proj": turned[0].contiguous(), f"{at}.down_proj": turned[1].contiguous()}
+        save_file(kept, folder / "model.safetensors")
+        source = open_source(folder)
+        np.testing.assert_array_equal(source.expert(1, 3).up, open_source(tiny).expert(1, 3).up)
+        prints.add(source.spec.fingerprint)
+    assert len(prints) == 1
+
+
 def test_sparse_steps_and_exceptions_decide_which_layers_are_moe() -> None:
     from ktplan.model.families import moe_layers
 
