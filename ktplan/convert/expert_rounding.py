@@ -98,7 +98,8 @@ def choose(
     `fit` [K, K] are the second moments that GPTQ and the scales are fitted to, `judge` others (None: the same ones).
     Without `fit`, or with `gptq` False, there is only rounding to nearest.
     """
-    importance = None if fit is None else fit.diagonal()
+    # With 8 bits next to nothing is gained by clipping weights that this text uses little, and other text would pay.
+    importance = fit.diagonal() if fit is not None and scheme.bits == 4 else None
     scales = search_scales(weight, scheme, importance, signed=effort.signed_scales)
     nearest = round_to_nearest(weight, scales, scheme)
     if fit is None:

@@ -1,8 +1,8 @@
 """Which model a checkpoint holds, whatever its files, names and shards are called: a digest of samples of its weights.
 
 The same model saved with one tensor an expert or one for all, in a stack that is transposed or in rows that alternate,
-has one fingerprint. A fine-tune has another one, even if nothing but its experts differ; so has another encoding of
-the weights. Only samples are read, so that a model of any size is known at once.
+has one fingerprint, as long as its other tensors are cut alike. A fine-tune has another one, even if nothing but its
+experts differ; so has another encoding of the weights. Only samples are read: a model of any size is known at once.
 """
 
 from __future__ import annotations

@@ -418,7 +418,7 @@ def test_two_conversions_cannot_write_to_one_folder(tiny: Path, tmp_path: Path) 
     out = tmp_path / "store"
 
     def second(weights: ExpertWeights) -> ExpertWeights:
-        with pytest.raises(BadUsage, match="another conversion is writing"):
+        with pytest.raises(BadUsage, match="another ktplan is writing"):
             convert_cpu(open_source(tiny), out, Scheme(8))
         return weights
 
