@@ -54,7 +54,7 @@ def test_experts_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
     assert generate.record_of(model) == architectures()[model_type]
     name, module = next(iter(modules.items()))
     layer = next(layer for layer in spec.moe_layers if spec.experts_module_name(layer) == name)
-    _assert_output_is_that_of(module, source.expert(layer, 2), spec)
+    _assert_output_is_that_of(module, [source.expert(layer, expert) for expert in range(spec.experts)], spec)
 
 
 def _assert_equal(ours: ExpertWeights, theirs: dict[str, Any]) -> None:
@@ -66,18 +66,31 @@ def _assert_equal(ours: ExpertWeights, theirs: dict[str, Any]) -> None:
             assert found is None or not len(found)
 
 
-def _assert_output_is_that_of(module: Any, expert: ExpertWeights, spec: ModelSpec) -> None:
-    """The name in spec.activation is the formula that transformers' experts compute."""
+def _assert_output_is_that_of(module: Any, experts: list[ExpertWeights], spec: ModelSpec) -> None:
+    """The layer's output is transformers': weights as they are read, and the formula that spec.activation names."""
     if spec.activation == "softcapped-swiglu" or "post-norm" in spec.activation:
         return  # refused by name wherever experts are run; no formula of ours to compare
     module = module.float()
-    x = torch.randn(3, spec.hidden, generator=torch.Generator().manual_seed(1))
-    choice, share = torch.tensor([[2, 0]] * 3), torch.tensor([[1.0, 0.0]] * 3)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(7, spec.hidden, generator=random)
+    choice = torch.rand(7, spec.experts, generator=random).argsort(dim=1)[:, : min(2, spec.experts)]
+    share = torch.rand(choice.shape, generator=random)
+    outputs = torch.stack([_output(expert, spec, x) for expert in experts])
     with torch.no_grad():
         if type(module).__name__ == "Llama4TextExperts":  # takes the tokens of all experts in turn
-            theirs = module(x.repeat(spec.experts, 1)).view(spec.experts, 3, -1)[2]
-        else:
-            theirs = module(x, choice, share)
+            torch.testing.assert_close(
+                outputs, module(x.repeat(spec.experts, 1)).view(spec.experts, 7, -1), rtol=1e-4, atol=1e-6
+            )
+            return
+        theirs = module(x, choice, share)
+    ours = torch.zeros_like(x)
+    for token in range(7):
+        for expert, weight in zip(choice[token], share[token], strict=True):
+            ours[token] += weight * outputs[expert, token]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _output(expert: ExpertWeights, spec: ModelSpec, x: Any) -> Any:
     _, up, down = (torch.from_numpy(matrix) for matrix in expert)
     high = x @ up.T + (torch.from_numpy(expert.up_bias) if expert.up_bias is not None else 0)
     if spec.activation.endswith("-ungated"):
@@ -86,8 +99,7 @@ def _assert_output_is_that_of(module: Any, expert: ExpertWeights, spec: ModelSpe
         low = x @ torch.from_numpy(expert.gate).T
         low = low + (torch.from_numpy(expert.gate_bias) if expert.gate_bias is not None else 0)
         middle = _activate(spec.activation, low, high)
-    ours = middle @ down.T + (torch.from_numpy(expert.down_bias) if expert.down_bias is not None else 0)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    return middle @ down.T + (torch.from_numpy(expert.down_bias) if expert.down_bias is not None else 0)
 
 
 def _activate(name: str, gate: Any, up: Any) -> Any:
