@@ -8,7 +8,7 @@ import torch
 
 from ktplan.kernels import ExpertLayer, PackedExpert, Pool
 from ktplan.store import ExpertStore
-from ktplan.store.layout import layout_for
+from ktplan.store.layout import LAYOUTS
 
 _NATIVE = (torch.float32, torch.bfloat16)
 
@@ -26,10 +26,11 @@ class CpuExperts:
         activation_bits: int,
     ) -> None:
         manifest = store.manifest
-        by_bits: dict[int, set[int]] = {}
+        usual = manifest.shape.layout(manifest.bits)
+        by_layout: dict[str, set[int]] = {}
         for expert in ids:
-            by_bits.setdefault(manifest.shape.bits_of(layer, expert), set()).add(expert)
-        # In a mixed store one native layer for each width; the other's experts are absent there.
+            by_layout.setdefault(manifest.shape.layout_of(layer, expert).name, set()).add(expert)
+        # In a mixed store one native layer for each layout; the other's experts are absent there.
         self._layers = [
             ExpertLayer(
                 [
@@ -41,11 +42,12 @@ class CpuExperts:
                 ],
                 hidden=manifest.hidden,
                 intermediate=manifest.intermediate,
-                bits=layout_for(bits).tile_bits,
+                bits=LAYOUTS[name].tile_bits,
+                group=LAYOUTS[name].group,
                 threads_pool=pool,
                 activation_bits=activation_bits,
             )
-            for bits, held in sorted(by_bits.items()) or [(manifest.bits, set[int]())]
+            for name, held in sorted(by_layout.items()) or [(usual.name, set[int]())]
         ]
 
     @property

@@ -33,8 +33,9 @@ const QuantizeTable* find_quantize_table(const char* name) {
 }
 
 std::size_t quantize_scratch(std::size_t columns) {
-  const std::size_t wide = (columns + 63) / 64 * 64;
-  return (kStepRows + 4 + 2 + 1) * wide;
+  const std::size_t wide = (columns + 63) / 64 * 64, group = 16 * (128 + 16) * sizeof(float);
+  const std::size_t row = (kStepRows + 4 + 2 + 1) * wide;  // also 16 rows of bfloat16
+  return row > group ? row : group;
 }
 
 namespace {

@@ -19,11 +19,15 @@ from ktplan.store import ExpertStore
 
 
 @pytest.fixture(scope="module")
-def model(family_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide_model(tmp_path_factory.mktemp("model") / "wide")
+
+
+def wide_model(folder: Path) -> Path:
     """Experts wide enough for six parts in INT8 and three in INT4."""
     import json
 
-    folder = tmp_path_factory.mktemp("model")
+    folder.mkdir()
     config = {
         "model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 3, "num_experts_per_tok": 2,
         "hidden_size": 128, "moe_intermediate_size": 384, "num_attention_heads": 4, "vocab_size": 8,
