@@ -27,7 +27,7 @@ from ktplan.convert.expert_rounding import BLOCK_ROWS, Activation, Calibration, 
 from ktplan.convert.job import Journal
 from ktplan.convert.sink import Sink
 from ktplan.errors import BadInput
-from ktplan.model import ExpertWeights
+from ktplan.model import ExpertWeights, ModelSpec
 from ktplan.model.source import PROJECTIONS, WeightSource
 from ktplan.profile import Corpus
 from ktplan.progress import Progress, Task
@@ -40,6 +40,9 @@ from ktplan.quant.scheme import Scheme
 from ktplan.quant.stored import dequantize_stored, squared_error_stored
 from ktplan.store import ExpertStore, StoreManifest, StoreShape
 from ktplan.store.layout import U8, layout_for, pack_stored
+
+_TOKEN_BUFFERS = 4  # of hidden states: what enters a layer, what its experts see, give, and lack
+_MATRICES = 8  # of second moments and what is made of them, at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,13 @@ class CalibrationText:
         """Changes with anything that may change a level."""
         files = [(file.name, file.sha256) for file in self.corpus.files]
         return sha256_bytes(repr((files, self.max_tokens, self.chunk, self.settings)).encode())
+
+    def memory(self, spec: ModelSpec) -> int:
+        """Bytes that fitting takes beside the experts under way: tokens' activations, second moments, a layer."""
+        tokens = 4 * _TOKEN_BUFFERS * self.max_tokens * spec.hidden
+        widest = max(spec.hidden, spec.moe_intermediate)
+        layer = spec.dense_bytes // max(spec.layers, 1) * 2 + 4 * 4 * spec.params_per_expert
+        return tokens + 4 * _MATRICES * widest * widest + layer
 
     def read(self, source: WeightSource, progress: Progress) -> Text:
         """The text as tokens of the model."""

@@ -283,6 +283,17 @@ def test_a_disk_that_is_too_small_is_told_with_the_numbers(
 # What an early end leaves behind.
 
 
+def test_a_memory_that_is_too_small_is_told_with_the_numbers(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktplan.convert import cpu
+
+    monkeypatch.setattr(cpu, "available_memory", lambda: 300 << 10)
+    with pytest.raises(DoesNotFit, match=r"needs .* of memory with 1 threads, 300 KiB are free"):
+        convert_cpu(open_source(tiny), tmp_path / "store", Scheme(8), threads=1)
+    assert not (tmp_path / "store").exists()
+
+
 def test_weights_that_are_not_finite_are_named_and_nothing_stays(tiny: Path, tmp_path: Path) -> None:
     def damage(weights: ExpertWeights) -> ExpertWeights:
         weights.up[17, 33] = np.nan
