@@ -16,7 +16,7 @@ from ktplan.errors import BadInput  # noqa: E402
 from ktplan.model import ExpertWeights, ModelSpec, open_source  # noqa: E402
 from ktplan.model.families import ALIASES, UNREADABLE, architectures, family_of  # noqa: E402
 
-READABLE = sorted(set(architectures()) - set(UNREADABLE) - {"jetmoe"})
+READABLE = sorted(set(architectures()) - set(UNREADABLE) - {"jetmoe", "dbrx"})
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +123,31 @@ def test_jetmoe_keeps_its_stacks_in_modules(tmp_path: Path) -> None:
         for expert in range(source.spec.experts):
             np.testing.assert_array_equal(np.concatenate(source.expert(layer, expert)[:2]), both[expert])
             np.testing.assert_array_equal(source.expert(layer, expert).down, down[expert])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dbrx_keeps_all_experts_in_one_flat_matrix_a_projection(tmp_path: Path) -> None:
+    from tiny_architectures import tiny_model
+
+    model = tiny_model("dbrx").float()
+    model.save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    spec = source.spec
+    assert (spec.experts, spec.hidden, spec.moe_intermediate, spec.moe_layers) == (4, 64, 96, (0, 1, 2, 3))
+    assert spec.experts_module_name(1) == "transformer.blocks.1.ffn.experts"
+    assert family_of("dbrx").names["up"] == "transformer.blocks.{layer}.ffn.experts.{expert}.up_proj.weight"
+    experts = [source.expert(1, expert) for expert in range(4)]
+    module = model.get_submodule(spec.experts_module_name(1))
+    for expert, found in enumerate(experts):
+        own = slice(expert * 96, (expert + 1) * 96)
+        for ours, theirs in zip(
+            found, (module.mlp.w1[own], module.mlp.v1[own], module.mlp.w2[own].T), strict=True
+        ):
+            np.testing.assert_array_equal(ours, theirs.detach().numpy())
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = module(x[None], torch.tensor([[3]] * 7), torch.ones(7, 1))[0]
+    torch.testing.assert_close(_output(experts[3], spec, x), theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_the_table_holds_every_architecture_that_transformers_stacks() -> None:
