@@ -500,6 +500,8 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         )
         peak[layers] = int(done.stdout.splitlines()[-1]) * 1024
     assert peak[8] - peak[1] < 24 * 2**20  # the experts grew by 168 MiB
+    threads = len(os.sched_getaffinity(0))
+    assert peak[8] <= 2**30 + 3 * (3 * 512 * 512 * 4) * threads
 
 
 def test_a_write_error_of_another_kind_names_the_file(
