@@ -47,12 +47,19 @@ def isa(wanted: str | None = None) -> Chosen[str]:
     asked, source = wanted, "asked for"
     if asked is None and os.environ.get(ISA_VARIABLE):
         asked, source = os.environ[ISA_VARIABLE], f"{ISA_VARIABLE} asks for it"
-    runnable = [name for name, _, missing, _ in tables if not missing]
-    rejected = [(name, missing) for name, _, missing, _ in tables if missing]
+    runnable = [table[0] for table in tables if not table[2]]
+    trapped = {table[0] for table in tables if table[4]}
+    own = [name for name in runnable if name not in trapped]
+    rejected = [(name, missing) for name, _, missing, _, _ in tables if missing]
+    rejected += [
+        (name, "only emulated, by a trap handler: never taken unasked")
+        for name in runnable
+        if name in trapped
+    ]
     if asked is None:
         why = "the best in this build" if not rejected else "the best that this machine runs"
-        return Chosen(runnable[0], why, tuple(rejected))
-    known = {name: missing for name, _, missing, _ in tables}
+        return Chosen(own[0], why, tuple(rejected))
+    known = {name: missing for name, _, missing, _, _ in tables}
     if asked not in known:
         raise MachineLacks(
             f"instruction set {asked!r} is not in this build ({source})",
@@ -63,23 +70,40 @@ def isa(wanted: str | None = None) -> Chosen[str]:
             f"instruction set {asked!r} cannot run on this machine: {known[asked]} ({source})",
             hint=f"use one of: {', '.join(runnable)}",
         )
-    better = [(name, f"{asked} was asked for") for name in runnable[: runnable.index(asked)]]
-    return Chosen(asked, source, tuple(rejected + better))
+    if asked in trapped:
+        source += "; emulated by a trap handler, for tests"
+    better = [(name, f"{asked} was asked for") for name in runnable[: runnable.index(asked)] if name in own]
+    return Chosen(asked, source, tuple([(name, why) for name, why in rejected if name != asked] + better))
 
 
 def available_isas() -> list[str]:
-    """Names of the instruction sets that run here, best first; the last is always "scalar"."""
-    return [name for name, _, missing, _ in _native.tables() if not missing]
+    """Names of the instruction sets that run here, best first; the last is always "scalar". None that is emulated."""
+    return [name for name, _, missing, _, emulated in _native.tables() if not missing and not emulated]
 
 
 def isa_words(name: str) -> str:
     """The name as people write it: "AVX-512 VNNI"."""
-    return next(words for known, words, _, _ in _native.tables() if known == name)
+    return next(words for known, words, *_ in _native.tables() if known == name)
 
 
 def bf16_words(name: str) -> str:
     """What multiplies bfloat16 weights under that instruction set: "AVX-512 BF16"."""
-    return next(words for known, _, _, words in _native.tables() if known == name)
+    return next(words for known, _, _, words, _ in _native.tables() if known == name)
+
+
+class TileState(NamedTuple):
+    """Tiles (AMX): whether the machine has them, whether the operating system lets this process use them, whether a
+    trap handler of the tests executes them; and what is missing, in words."""
+
+    detected: bool
+    permitted: bool
+    emulated: bool
+    missing: str
+
+
+def tile_state() -> TileState:
+    """Asks the operating system for permission, once for the process, where the machine has tiles."""
+    return TileState(*_native.tiles())
 
 
 def cpu_features() -> list[str]:

@@ -94,11 +94,11 @@ void check(const Any& array, const std::string& name, dtype_code code, int bits,
 }
 
 const KernelTable& table_named(const std::string& isa) {
-  const Candidate* candidate = find_candidate(isa);
-  if (candidate == nullptr) wrong("isa", "the name of a set of kernels in this build", "'" + isa + "'");
-  if (!candidate->missing.empty())
-    throw nb::value_error(("isa: " + isa + " cannot run here: " + candidate->missing).c_str());
-  return *candidate->table;
+  const Candidate candidate = find_candidate(isa);
+  if (candidate.table == nullptr) wrong("isa", "the name of a set of kernels in this build", "'" + isa + "'");
+  if (!candidate.missing.empty())
+    throw nb::value_error(("isa: " + isa + " cannot run here: " + candidate.missing).c_str());
+  return *candidate.table;
 }
 
 Numerics numerics_named(const std::string& name) {
@@ -378,11 +378,28 @@ nb::tuple quantize(const std::string& isa, nb::handle array, int bits, const std
                         new_array(std::move(scales), {x.shape(0)}));
 }
 
-// Quantized rows of x times a packed projection of n columns, a block of a step's columns at a time:
-// use(kernels, weights, rows, first row, step).
+// Some quantized rows and a step of weights, multiplied as a layer would that has all these rows for one expert.
+struct RowsTimesStep {
+  const ProjectKernels& kernels;
+  const BlockKernels* blocks;  // null: row by row
+  const WeightStep& weights;
+  const BlockedRows& rows;
+  std::size_t first, step;  // row, step
+
+  void dots(std::int64_t* out) const {
+    if (blocks != nullptr) blocks->dots(weights, rows, out);
+    else kernels.dots(weights, rows.rows, rows.count, out);
+  }
+  void project(float* out, std::size_t stride) const {
+    if (blocks != nullptr) blocks->project(&weights, 1, rows, &out, stride);
+    else kernels.project(weights, rows.rows, rows.count, Ahead{}, out, stride);
+  }
+};
+
+// Quantized rows of x times a packed projection of n columns, some rows and a step's columns at a time.
 template <typename Use>
-void each_block(const KernelTable& table, const Layout& layout, const Array& x, const Array& packed, const void* scale,
-                std::size_t n, int activation_bits, Use use) {
+void each_product(const KernelTable& table, const Layout& layout, const Array& x, const Array& packed, const void* scale,
+                  std::size_t n, int activation_bits, Use use) {
   const std::size_t k = x.shape(1);
   if (n % kStepRows != 0) wrong("n", "a multiple of 32", std::to_string(n));
   if (packed.size() != layout.packed_bytes(n, k) || packed.dtype().bits != 8) {
@@ -392,13 +409,26 @@ void each_block(const KernelTable& table, const Layout& layout, const Array& x, 
   const FormatKernels& format = table.format(layout);
   const QuantizedRows q = quantized(format, x, checked_activation_bits(activation_bits), Numerics::kKtplan);
   const ProjectKernels& kernels = format.projections(activation_bits);
-  for (std::size_t step = 0; step < n / kStepRows; ++step) {
-    const WeightStep weights =
-        step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale, n, layout.row_bytes(k), step);
-    for (std::size_t first = 0; first < q.rows.size(); first += kernels.max_rows) {
-      std::vector<const Row*> rows;
-      for (std::size_t r = first; r < std::min(first + kernels.max_rows, q.rows.size()); ++r) rows.push_back(&q.rows[r]);
-      use(kernels, weights, rows, first, step);
+  const BlockKernels& blocks = format.blocks(activation_bits);
+  const bool in_blocks = blocks.take(q.rows.size());
+  const std::size_t most = in_blocks ? kMaxBlocks * kBlockRows : kernels.max_rows;
+  std::vector<std::uint8_t> memory(in_blocks ? kMaxBlocks * blocks.block_bytes(k) + 64 : 0);
+  for (std::size_t first = 0; first < q.rows.size(); first += most) {
+    std::vector<const Row*> pointers;
+    for (std::size_t r = first; r < std::min(first + most, q.rows.size()); ++r) pointers.push_back(&q.rows[r]);
+    BlockedRows rows{nullptr, 0, pointers.data(), pointers.size()};
+    if (in_blocks) {
+      auto* begin = reinterpret_cast<std::uint8_t*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) / 64 * 64);
+      rows.blocks = begin;
+      rows.block_bytes = blocks.block_bytes(k);
+      for (std::size_t r = 0; r < rows.count; ++r) {
+        blocks.place(*pointers[r], k, begin + r / kBlockRows * rows.block_bytes, r % kBlockRows);
+      }
+    }
+    for (std::size_t step = 0; step < n / kStepRows; ++step) {
+      const WeightStep weights =
+          step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale, n, layout.row_bytes(k), step);
+      use(RowsTimesStep{kernels, in_blocks ? &blocks : nullptr, weights, rows, first, step});
     }
   }
 }
@@ -412,15 +442,13 @@ nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle arr
   const Array packed = array_from<Array>(packed_array, "packed");
   const std::vector<float> scale(n, 1.0f);
   std::vector<std::int64_t> out(x.shape(0) * n);
-  each_block(table_named(isa), layout, x, packed, scale.data(), n, activation_bits,
-             [&](const ProjectKernels& kernels, const WeightStep& weights, const std::vector<const Row*>& rows,
-                 std::size_t first, std::size_t step) {
-               std::vector<std::int64_t> block(rows.size() * kStepRows);
-               kernels.dots(weights, rows.data(), rows.size(), block.data());
-               for (std::size_t r = 0; r < rows.size(); ++r) {
-                 std::copy_n(block.data() + r * kStepRows, kStepRows, out.data() + (first + r) * n + step * kStepRows);
-               }
-             });
+  each_product(table_named(isa), layout, x, packed, scale.data(), n, activation_bits, [&](const RowsTimesStep& product) {
+    std::vector<std::int64_t> some(product.rows.count * kStepRows);
+    product.dots(some.data());
+    for (std::size_t r = 0; r < product.rows.count; ++r) {
+      std::copy_n(some.data() + r * kStepRows, kStepRows, out.data() + (product.first + r) * n + product.step * kStepRows);
+    }
+  });
   return new_array(std::move(out), {x.shape(0), n});
 }
 
@@ -438,11 +466,10 @@ nb::ndarray<nb::numpy, float> project(const std::string& isa, nb::handle array, 
     else check(scale, "scale", dtype_code::UInt, 16, {n / kStepRows, x.shape(1) / group, kStepRows});
   }
   std::vector<float> out(x.shape(0) * n);
-  each_block(table_named(isa), layout, x, packed, bits == 16 ? nullptr : scale.data(), n, activation_bits,
-             [&](const ProjectKernels& kernels, const WeightStep& weights, const std::vector<const Row*>& rows,
-                 std::size_t first, std::size_t step) {
-               kernels.project(weights, rows.data(), rows.size(), Ahead{}, out.data() + first * n + step * kStepRows, n);
-             });
+  each_product(table_named(isa), layout, x, packed, bits == 16 ? nullptr : scale.data(), n, activation_bits,
+               [&](const RowsTimesStep& product) {
+                 product.project(out.data() + product.first * n + product.step * kStepRows, n);
+               });
   return new_array(std::move(out), {x.shape(0), n});
 }
 
@@ -466,10 +493,18 @@ nb::ndarray<nb::numpy, float> round_bf16(const std::string& isa, nb::handle arra
   return new_array(std::move(out), {x.shape(0), x.shape(1)});
 }
 
-std::vector<std::tuple<std::string, std::string, std::string, std::string>> tables() {
-  std::vector<std::tuple<std::string, std::string, std::string, std::string>> out;
-  for (const Candidate& c : candidates()) out.emplace_back(c.table->name, c.table->words, c.missing, c.table->bf16_words);
+std::vector<std::tuple<std::string, std::string, std::string, std::string, bool>> tables() {
+  std::vector<std::tuple<std::string, std::string, std::string, std::string, bool>> out;
+  for (const Candidate& c : candidates()) {
+    out.emplace_back(c.table->name, c.table->words, c.missing, c.table->bf16_words, c.emulated);
+  }
   return out;
+}
+
+// Whether tiles are there, permitted, and emulated; and what is missing.
+std::tuple<bool, bool, bool, std::string> tiles() {
+  const TileState& state = tile_state();
+  return {state.detected, state.permitted, !state.permitted && tiles_emulated(), state.why};
 }
 
 // Quantizes and packs; each task is (matrix [N, K] whose rows may lie apart, packed, scale). Returns for each whether all its
@@ -549,6 +584,7 @@ NB_MODULE(_native, m) {
   using namespace ktplan;
   nb::set_leak_warnings(false);  // a pool that lives as long as the process is no leak
   m.def("tables", &tables);
+  m.def("tiles", &tiles);
   m.def("cpu_features", [] { return CpuFeatures::detect().names(); });
   m.def("quantize", &quantize, nb::arg("isa"), nb::arg("x"), nb::arg("bits"), nb::arg("numerics"));
   m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"),

@@ -280,7 +280,7 @@ constexpr FormatKernels kRows{.row_bytes = row_bytes,
 
 }  // namespace
 
-const KernelTable kTable{
+constinit const KernelTable kTable{
     .name = "avx2",
     .words = "AVX2",
     .bf16_words = "AVX2",

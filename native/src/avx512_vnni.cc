@@ -276,16 +276,16 @@ constexpr FormatKernels kRows{
 
 }  // namespace
 
-const KernelTable kTable{
+constinit const KernelTable kTable{
     .name = "avx512-vnni",
     .words = "AVX-512 VNNI",
     .bf16_words = "AVX-512",
     .int8 = kRows<8>,
     .int4 = kRows<4>,
-    .int4_g32 = kGroups32,
-    .int4_g64 = kGroups64,
-    .int4_g128 = kGroups128,
-    .bf16 = avx512::kBf16,
+    .int4_g32 = {},  // from other files, in dispatch.cc: copying them here would be code of this file that runs at load
+    .int4_g64 = {},
+    .int4_g128 = {},
+    .bf16 = {},
     .levels = levels,
     .activate = Activating<Floats>::activate,
     .round_bf16 = round_to_bf16,
