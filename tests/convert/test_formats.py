@@ -215,3 +215,19 @@ def test_kt_kernel_is_not_given_what_it_cannot_load(
 
     with safe_open(tmp_path / "kt" / "model-00001-of-00004.safetensors", framework="np") as shard:
         assert all(name.startswith("blk.") for name in shard.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, 32), Scheme(16, rounding="nearest")], ids=lambda scheme: scheme.name
+)
+def test_widths_that_are_no_multiple_are_filled_with_zeros(scheme: Scheme, tmp_path: Path) -> None:
+    from .test_repartition import wide_model
+
+    model = wide_model(tmp_path / "model", width=392)
+    manifest = convert_cpu(open_source(model), tmp_path / "store", scheme).manifest
+    assert (manifest.intermediate, manifest.padding) == ((512, 120) if scheme.bits == 4 else (416, 24))
+    store = ExpertStore.open(tmp_path / "store")
+    for given, found in zip(open_source(model).expert(1, 2), store.expert(1, 2), strict=True):
+        assert found.shape == given.shape
+        assert np.linalg.norm(found - given) < 0.09 * np.linalg.norm(given)
+    assert not verify_store(store, open_source(model)).damages
