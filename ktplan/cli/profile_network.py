@@ -89,11 +89,9 @@ class Loaded:
 
 def choose_dtype(spec: ModelSpec, asked: str, out: Output) -> str:
     """What to compute in, and whether the whole model fits into memory with it; None is read as enough."""
-    from ktplan.hardware import detect
+    from ktplan.hardware import available_memory
 
-    machine = detect()
-    known = [amount for amount in (machine.memory_available, machine.memory_limit) if amount is not None]
-    free = min(known, default=None)
+    free = available_memory()
     params = spec.dense_params + spec.expert_params
     # float32 holds any stored weight exactly, so routing is the model's own; half types round every layer anew.
     chosen = asked
