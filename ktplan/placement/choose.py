@@ -143,6 +143,7 @@ class Judged(NamedTuple):
     seconds: Floats  # [documents]: routed experts of a step; held out where there are several documents
     weights: Floats
     folds: int | None
+    widening: float = 1.0  # of intervals, because the set follows its text; see curves.widening
 
 
 def judge(chooser: Chooser, folds: int) -> Judged:
@@ -162,7 +163,8 @@ def judge(chooser: Chooser, folds: int) -> Judged:
         held[mine] = routing.hits(apart)[mine]
         spent, weight = _times(chooser, apart, mine)
         seconds[mine], weights[mine] = spent[mine], weight[mine]
-    return Judged(whole, routing.hits(mask), held, seconds, weights, folds)
+    wider = 1.0 if chooser.strategy in _FIXED else routing.widening
+    return Judged(whole, routing.hits(mask), held, seconds, weights, folds, wider)
 
 
 def better(first: Judged, second: Judged) -> bool:

@@ -83,7 +83,7 @@ def _static(chooser: Chooser, ratio: float, setting: Setting) -> Row:
         plain = judge(replace(chooser, strategy="frequency"), FOLDS)
         judged = judged if better(judged, plain) else plain
     hits = judged.hits if judged.held_hits is None else judged.held_hits
-    speed = rates(rest_of(setting) + judged.seconds, judged.weights, setting.batch)
+    speed = rates(rest_of(setting) + judged.seconds, judged.weights, setting.batch, judged.widening)
     rate = float(hits.sum() / chooser.routing.slots.sum())
     return Row(chooser.strategy, ratio, chooser.slots, rate, *speed)
 
@@ -119,7 +119,7 @@ def _dynamic(routing: Routing, asked: list[tuple[float, int]], setting: Setting,
     rows = []
     for (name, ratio), found in outcome.items():
         seconds, hits, weights = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
-        speed = rates(rest_of(setting) + seconds, weights, setting.batch)
+        speed = rates(rest_of(setting) + seconds, weights, setting.batch, routing.widening)
         rows.append(Row(name, ratio, dict(asked)[ratio], float(hits.sum() / weights.sum()), *speed))
     return rows
 

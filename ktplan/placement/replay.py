@@ -12,6 +12,7 @@ ranks gives the whole table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.placement.cost import Costs
+from ktplan.profile.curves import widening
 from ktplan.profile.profile import ActivationProfile, Counts
 
 Floats = npt.NDArray[np.float64]
@@ -59,6 +61,11 @@ class Routing:
     def replayed(self) -> bool:
         """True where a trace decides, False where shares do."""
         return self._ids is not None
+
+    @cached_property
+    def widening(self) -> float:
+        """See `ktplan.profile.curves.widening`."""
+        return widening(self.profile)
 
     @property
     def layers(self) -> int:
