@@ -67,6 +67,10 @@ _TRACE_BYTES = (
     "--store", type=click.Path(path_type=Path), help="Run the experts from this expert store (less memory)."
 )
 @click.option(
+    "--by-layer", is_flag=True,
+    help="Load one layer at a time.  [default: where the whole model does not fit into memory]",
+)  # fmt: skip
+@click.option(
     "--dtype", type=click.Choice(("auto", "float32", "bfloat16", "float16")), default="auto", show_default=True,
     help="Type to compute in; auto is float32 where memory allows, else as stored.",
 )  # fmt: skip
@@ -87,6 +91,7 @@ def profile_command(
     trace: bool,
     strict: bool,
     store: Path | None,
+    by_layer: bool,
     dtype: str,
     plot: Path | None,
     no_plot: bool,
@@ -108,6 +113,8 @@ def profile_command(
     from ktplan.profile import read_corpus, report
     from ktplan.profile.recorder import Wishes, record
 
+    if store and by_layer:
+        raise BadUsage("a store is mapped, not loaded", hint="leave out --by-layer or --store")
     if plot and no_plot:
         raise BadUsage("--plot and --no-plot exclude each other", hint="leave one out")
     files = named_files(dataset)
@@ -135,20 +142,30 @@ def profile_command(
         special_ids=text().special_ids,
     )
     wishes.check(spec)
-    net = network.load(model, store, dtype if store else network.choose_dtype(spec, dtype, out), out)
-    profile = record(
-        spec,
-        corpus,
-        modules=net.modules,
-        encode=text().encode,
-        forward=net.forward,
-        decoder=net.decoder,
-        wishes=wishes,
-        settings={"text_field": text_field, **net.how},
-        tokenizer=text().digest,
-        checkpoint=output.with_name(f"{output.name}.unfinished"),
-        progress=out.progress(),
-    )
+    about: dict[str, Any] = {
+        "encode": text().encode,
+        "wishes": wishes,
+        "tokenizer": text().digest,
+        "checkpoint": output.with_name(f"{output.name}.unfinished"),
+        "progress": out.progress(),
+    }
+    way = network.Way(dtype, False) if store else network.choose_way(spec, dtype, by_layer, out)
+    if way.by_layer:
+        how = {"text_field": text_field, "dtype": way.dtype, "experts": "checkpoint", "by_layer": True}
+        profile = network.record_by_layer(
+            model, corpus, way.dtype, folder=output.parent, settings=how, **about
+        )
+    else:
+        net = network.load(model, store, way.dtype, out)
+        profile = record(
+            spec,
+            corpus,
+            modules=net.modules,
+            forward=net.forward,
+            decoder=net.decoder,
+            settings={"text_field": text_field, **net.how},
+            **about,
+        )
     profile.save(output)
     if picture:
         report.save_plot(profile, picture)

@@ -93,10 +93,17 @@ def load_experts(
     dtype: str | torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Fill transformers' experts module of one layer: `gate_up_proj [E, 2I, H]`, `down_proj [E, H, I]`."""
-    experts, hidden, inner = module.down_proj.shape
-    gate_up = torch.empty(experts, 2 * inner, hidden, dtype=as_dtype(dtype), device=device)
-    down = torch.empty(experts, hidden, inner, dtype=as_dtype(dtype), device=device)
+    """Fill transformers' experts module of one layer: `gate_up_proj [E, 2I, H]`, `down_proj [E, H, I]`.
+
+    Tensors of that type and device which the module has already are written over.
+    """
+    experts, _, inner = module.down_proj.shape
+    gate_up, down = (
+        held
+        if (held.dtype, held.device) == (as_dtype(dtype), torch.device(device))
+        else torch.empty(held.shape, dtype=as_dtype(dtype), device=device)
+        for held in (module.gate_up_proj.data, module.down_proj.data)
+    )
     for expert in range(experts):
         weights = source.expert(layer, expert)
         gate_up[expert, :inner] = tensor_of(weights.gate)
