@@ -68,6 +68,11 @@ class DeviceExperts:
         return self._gate_up.device
 
     @property
+    def concurrent(self) -> bool:
+        """Whether it computes while the calling thread does something else."""
+        return self.device.type != "cpu"
+
+    @property
     def bytes(self) -> int:
         return self._gate_up.nbytes + self._down.nbytes
 
