@@ -199,7 +199,7 @@ def _notes(plan: PlacementPlan, spec: ModelSpec, out: Output) -> None:
         )
     if expectation is None:
         out.note("no profile given: the plan says nothing about hit rates")
-    elif expectation.held_out is None:
+    elif expectation.held_out is None and expectation.documents < 2:
         out.warn("the profile has one document: its hit rate is in-sample, on other text expect less")
 
 
@@ -224,7 +224,7 @@ def _render(plan: PlacementPlan, on_test: float | None, out: Output) -> None:
     rows = [("this plan, in-sample", format_percent(expectation.in_sample), "on the text it was made from")]
     if expectation.held_out is not None:
         band = f"{_share(expectation.held_out_low)} to {_share(expectation.held_out_high)}"
-        remark = f"{band} (5-95 % over documents), {expectation.folds} folds"
+        remark = f"{band} (5-95 % of as much other text), {expectation.folds} folds"
         rows.insert(0, ("this plan, held out", format_percent(expectation.held_out), remark))
     if on_test is not None:
         rows.append(("this plan, --test", format_percent(on_test), "on the second profile"))
@@ -249,7 +249,7 @@ def _render_prediction(found: Prediction, out: Output) -> None:
     gain = f"{100 * found.deferral_gain:+.0f} % decode; changes outputs slightly"
     later = gain if found.deferral else "nothing to gain"
     rows = [
-        ("decode", f"{found.decode:.1f} t/s", f"{band} (5-95 % over documents), {judged}, {how}"),
+        ("decode", f"{found.decode:.1f} t/s", f"{band} (5-95 % of as much other text), {judged}, {how}"),
         ("prefill", f"{found.prefill:,.0f} t/s", "a prompt of 512 tokens"),
         ("one more GiB", f"{found.per_gib:+.2f} t/s", "of GPU memory for experts"),
         ("16k more context", f"{-found.per_16k_context:+.2f} t/s", "its cache takes the place of experts"),

@@ -78,7 +78,11 @@ GPUS: Final[dict[str, Gpu]] = {
         32, 1792, 210, 63, Source("https://www.spheron.network/blog/nvidia-rtx-5090-specs/", _SEEN)
     ),
     "RTX A6000": Gpu(
-        48, 768, 155, 31.5, Source("https://servethehome.com/nvidia-rtx-a6000-48gb-gpu-drops-quadro-designation", _SEEN)
+        48,
+        768,
+        155,
+        31.5,
+        Source("https://servethehome.com/nvidia-rtx-a6000-48gb-gpu-drops-quadro-designation", _SEEN),
     ),
     "RTX 6000 ADA": Gpu(48, 960, 364, 31.5, _RTX6000),
     "RTX PRO 6000": Gpu(96, 1792, 504, 63, _RTX6000),

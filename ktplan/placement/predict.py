@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -76,8 +76,12 @@ class Setting:
     top_k: int
 
 
-def predict(judged: Judged, chooser: Chooser, setting: Setting) -> Prediction:
-    """All figures for one plan."""
+def predict(judged: Judged, chooser: Chooser, setting: Setting, alike: Mask | None = None) -> Prediction:
+    """All figures for one plan.
+
+    What memory is worth is told of the chooser's own sets; `alike` is the one it makes now where that is not the
+    plan's (several GPUs).
+    """
     rest = rest_of(setting)
     step = rest + judged.seconds
     decode, low, high = rates(step, judged.weights, setting.batch, judged.widening)
@@ -96,8 +100,8 @@ def predict(judged: Judged, chooser: Chooser, setting: Setting) -> Prediction:
         held_out=judged.held_hits is not None,
         replayed=chooser.routing.replayed,
         bottleneck=bottleneck(chooser.routing, mask, setting),
-        per_gib=_per_gib(chooser, mask, setting),
-        per_16k_context=_per_context(chooser, mask, setting),
+        per_gib=_per_gib(chooser, mask if alike is None else alike, setting),
+        per_16k_context=_per_context(chooser, mask if alike is None else alike, setting),
         deferral=depth,
         deferral_gain=gain,
         bound_seconds=solution.bound if solution else None,
@@ -206,10 +210,7 @@ def _per_context(chooser: Chooser, mask: Mask, setting: Setting) -> float:
 
 
 def _with_more(chooser: Chooser, mask: Mask, setting: Setting, slots: int, seconds: float) -> float:
-    from dataclasses import replace
-
-    cells = mask.size
-    target = min(cells, max(0, chooser.slots + slots))
+    target = min(mask.size, max(0, chooser.slots + slots))
     rest = rest_of(setting)
     now = rest + expert_seconds(chooser.routing, mask, setting.costs)
     other = replace(chooser, slots=target).choose()

@@ -73,7 +73,9 @@ def _curves(profile: ActivationProfile) -> Any:
     left, right = figure.subplots(1, 2)
     left.plot(found.ratios, found.in_sample, "--", color="0.5", label="in-sample")
     if found.held_out is not None and found.low is not None and found.high is not None:
-        left.fill_between(found.ratios, found.low, found.high, alpha=0.25, label="5 to 95 % over documents")
+        left.fill_between(
+            found.ratios, found.low, found.high, alpha=0.25, label="5 to 95 % of as much other text"
+        )
         left.plot(found.ratios, found.held_out, label="held out")
     left.plot([0, 1], [0, 1], ":", color="0.6", label="chance")
     left.set(

@@ -54,7 +54,7 @@ def test_a_plan_for_another_machine_says_how_fast(cli: Cli, profile: Path, tmp_p
     for word in (
         "decode",
         "t/s",
-        "5-95 % over documents",
+        "5-95 % of as much other text",
         "one more GiB",
         "16k more context",
         "bottleneck",
