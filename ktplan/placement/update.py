@@ -1,9 +1,9 @@
 """Changing the GPU's experts while serving: a pure function from what was seen to what to swap.
 
 State of a layer: decayed hits x and decayed tokens n. An expert's score is its chance as a Dirichlet posterior sees it,
-`(x_e + kappa * p_e) / (n + kappa)`: the profile's p counts as kappa tokens. kappa comes from held-out documents
-(`fit_kappa`), for a budget and a prompt length; infinity keeps the profile. An outsider replaces an insider when
-what it will save until it is forgotten exceeds the cost of the copy and the noise of the two scores.
+`(x_e + kappa * p_e) / (n + kappa)`: the profile's p counts as kappa tokens. kappa is the one under which left-out
+documents are likeliest (`fit_kappa`), for a prompt length; infinity keeps the profile. An outsider replaces an insider
+when what it will save until it is forgotten exceeds the cost of the copy and the noise of the two scores.
 
 `kt_update` is KTransformers' own rule for comparison: the last prompt's counts alone, each layer's number fixed.
 """
@@ -176,7 +176,7 @@ def sequences(trace: Trace, experts: int, prompt: int, documents: Sequence[int] 
 
 
 def fit_kappa(
-    trace: Trace, counts: Counts, top_k: int, slots: int, prompt: int, *, by: str = "hits"
+    trace: Trace, counts: Counts, top_k: int, slots: int, prompt: int, *, by: str = "likelihood"
 ) -> float:
     """`fit_kappas` for one budget."""
     return fit_kappas(trace, counts, top_k, (slots,), prompt, by=by)[0]
@@ -191,13 +191,13 @@ def fit_kappas(
     *,
     folds: int = 3,
     most: int | None = None,
-    by: str = "hits",
+    by: str = "likelihood",
 ) -> list[float]:
     """For each budget the kappa of KAPPAS that is best on left-out documents after an update from `prompt` tokens.
 
-    `by` is "hits" (what the budget serves) or "likelihood" of the choices (one kappa for all budgets). `counts`
-    [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other folds,
-    at most `most` of them. Infinity (keep the profile) where no document is long enough.
+    `by` is the "likelihood" of left-out choices (one kappa for all budgets) or "hits" (what each budget serves).
+    `counts` [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other
+    folds, at most `most` of them. Infinity (keep the profile) where no document is long enough.
     """
     documents = len(counts)
     value = np.zeros((len(KAPPAS), len(slots)))

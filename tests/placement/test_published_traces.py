@@ -55,7 +55,7 @@ class Rates(NamedTuple):
     shrunk: float
 
 
-def updated(profile: ActivationProfile, prompt: int) -> dict[float, Rates]:
+def updated(profile: ActivationProfile, prompt: int, by: str = "likelihood") -> dict[float, Rates]:
     """Mean hit rates after the prompt, on the other half of the documents."""
     assert profile.trace is not None
     cells = profile.counts.shape[1] * profile.experts
@@ -66,7 +66,7 @@ def updated(profile: ActivationProfile, prompt: int) -> dict[float, Rates]:
         counts = profile.counts[train]
         whole = np.asarray(counts.sum(axis=0))
         chances = chances_of(whole, profile.top_k)
-        kappas = fit_kappas(profile.trace.of(train), counts, profile.top_k, slots, prompt, most=30)
+        kappas = fit_kappas(profile.trace.of(train), counts, profile.top_k, slots, prompt, most=30, by=by)
         cuts = sequences(profile.trace, profile.experts, prompt, test)
         rest = sum(int(cut.rest.sum()) for cut in cuts)
         for row, (number, kappa) in enumerate(zip(slots, kappas, strict=True)):
@@ -97,6 +97,14 @@ def test_a_long_prompt_pays_at_small_shares_and_loses_at_large_ones(profile: Act
         assert found[ratio].dynamic > found[ratio].frequency, ratio
     assert found[0.9].dynamic < found[0.9].frequency
     for ratio, rates in found.items():
+        assert rates.shrunk >= max(rates.dynamic, rates.frequency) - 0.005, ratio
+
+
+@pytest.mark.parametrize("by", ["likelihood", "hits"])
+def test_the_shrunk_rule_is_never_much_worse_than_either_from_32_tokens_on(
+    profile: ActivationProfile, by: str
+) -> None:
+    for ratio, rates in updated(profile, 32, by).items():
         assert rates.shrunk >= max(rates.dynamic, rates.frequency) - 0.005, ratio
 
 
