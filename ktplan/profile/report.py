@@ -79,15 +79,18 @@ def warnings(profile: ActivationProfile) -> list[str]:
     found = []
     rows = layer_use(profile)
     worst = max(rows, key=lambda row: row.unseen_mass)
+    # Fifty choices an expert, and so many that singletons are no more than the limit of all.
+    enough = SLOTS_PER_EXPERT * profile.experts // profile.top_k
+    wanted = max(enough, -(-int(profile.token_count * worst.unseen_mass / UNSEEN_LIMIT) // 100) * 100)
     if worst.unseen_mass > UNSEEN_LIMIT:
         found.append(
             f"in layer {worst.layer} about {100 * worst.unseen_mass:.1f} % of further choices would be experts that "
-            "this text never reached (Good-Turing): profile more text"
+            f"this text never reached (Good-Turing): profile {wanted:,} tokens or more"
         )
     elif rows[0].slots < SLOTS_PER_EXPERT * profile.experts:
         found.append(
             f"{rows[0].slots:,} choices in each layer for {profile.experts:,} experts are few; the order of experts is "
-            f"partly chance: profile {SLOTS_PER_EXPERT * profile.experts // profile.top_k:,} tokens or more"
+            f"partly chance: profile {enough:,} tokens or more"
         )
     lonely = single_document_mass(profile)
     if profile.documents > 1 and lonely > UNSEEN_LIMIT:
