@@ -168,7 +168,9 @@ def profile_command(
         )
     profile.save(output)
     if picture:
-        report.save_plot(profile, picture)
+        from ktplan.profile import pictures
+
+        pictures.save_plot(profile, picture)
     for warning in report.warnings(profile):
         out.warn(warning)
     body = _body(profile, corpus, output, picture)

@@ -115,7 +115,7 @@ def info_command(profile_file: Path, out: Output) -> None:
 @click.command("report")
 @click.argument("profile_file", type=_File, metavar="PROFILE")
 @click.option("-o", "--output", type=_File, help="The page to write.  [default: beside the profile, .html]")
-@click.option("--png", type=_File, help="Write the heat map as a picture, too.")
+@click.option("--png", type=_File, help="Write all of it on one picture, too.")
 @output_options
 def report_command(profile_file: Path, output: Path | None, png: Path | None, out: Output) -> None:
     """Draw a profile: heat map, Lorenz curve, hit-rate curve, transfer matrix, on one page that stands alone.
@@ -124,14 +124,14 @@ def report_command(profile_file: Path, output: Path | None, png: Path | None, ou
     Example:
       ktplan profile report profile.safetensors -o profile.html
     """
-    from ktplan.profile import ActivationProfile, report
+    from ktplan.profile import ActivationProfile, pictures
     from ktplan.profile.page import save_page
 
     profile = ActivationProfile.load(profile_file)
     page = output or profile_file.with_suffix(".html")
     save_page(profile, page)
     if png:
-        report.save_plot(profile, png)
+        pictures.save_overview(profile, png)
     body = {"page": str(page), "png": str(png) if png else None, **about(profile)}
     out.report("profile-page", body, lambda: out.line(f"wrote {page}" + (f" and {png}" if png else "")))
 

@@ -146,14 +146,14 @@ def transfer(profile: ActivationProfile, ratio: float) -> Transfer | None:
     return Transfer(names, ratio, rates, tuple(apart))
 
 
-def lorenz(profile: ActivationProfile, points: int = 101) -> tuple[Floats, Floats]:
-    """(share of a layer's experts, busiest first; share of its choices that they serve, mean over layers)."""
+def lorenz_band(profile: ActivationProfile, points: int = 101) -> tuple[Floats, Floats, Floats, Floats]:
+    """(share of a layer's experts, busiest first; least, mean and most of the choices they serve, over layers)."""
     total = np.sort(profile.total(), axis=1)[:, ::-1]
-    share = np.cumsum(total, axis=1) / total.sum(axis=1, keepdims=True)
+    share = np.cumsum(total, axis=1) / np.maximum(total.sum(axis=1, keepdims=True), 1)
     x = np.linspace(0, 1, points)
     grid = np.arange(profile.experts + 1) / profile.experts
-    curves = [np.interp(x, grid, np.concatenate([[0.0], row])) for row in share]
-    return x, np.mean(curves, axis=0)
+    lines = np.array([np.interp(x, grid, np.concatenate([[0.0], row])) for row in share])
+    return x, lines.min(axis=0), lines.mean(axis=0), lines.max(axis=0)
 
 
 def _served(counts: Counts, best: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> Counts:
