@@ -19,12 +19,11 @@ from torch import nn
 from ktplan.errors import BadInput
 from ktplan.experts import ExpertId, ExpertSet, format_ranges
 from ktplan.network import experts_modules, layer_of
-from ktplan.rules import DEFAULT, HYBRID, KT_EXPERTS, KT_EXPERTS_V2, Rule, Rules, expert_ids
+from ktplan.rules import DEFAULT, HYBRID, KT_EXPERTS, KT_EXPERTS_V2, Rule, Rules, digit_ranges, expert_ids
 from ktplan.runtime.devices import canonical
 
 _EXAMPLES = 3
 _FOR_EXPERTS = (HYBRID, KT_EXPERTS, KT_EXPERTS_V2)
-_CLASS_RANGE = re.compile(r"\[[^\]]*?(?:\d{2,}-\d+|\d+-\d{2,})[^\]]*\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,10 +310,9 @@ def _is_foreign_operator(rule: Rule) -> bool:
 def _suspicious(rules: Rules, tally: _Tally) -> Iterator[str]:
     """`[0-15]` is a class of single characters: 0, 1 and 5. Say what the rule took in truth."""
     for number, rule in enumerate(rules):
-        found = _CLASS_RANGE.search(rule.match.name or "")
-        if found:
+        for found in digit_ranges(rule.match.name or "")[:1]:
             layers = ", ".join(map(str, tally.layers(number))) or "none"
             yield (
-                f"{rules.where(number)}: {found.group()} is a set of single characters, no range of numbers; "
+                f"{rules.where(number)}: {found.text} is a set of single characters, no range of numbers; "
                 f"the rule takes layers {layers}"
             )

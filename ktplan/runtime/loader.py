@@ -127,7 +127,7 @@ def prepare(
         rules,
         device=chosen,
         experts_on_gpu=sources.store is None,
-        expert_bytes=_expert_bytes(skeleton, sources.store),
+        expert_bytes=expert_bytes(skeleton, sources.store),
     )
     if weights is not None:
         _check_weights(weights, placement)
@@ -348,7 +348,8 @@ def _check_activation(skeleton: Any) -> None:
         )
 
 
-def _expert_bytes(skeleton: Any, store: ExpertStore | None) -> ExpertBytes | None:
+def expert_bytes(skeleton: Any, store: ExpertStore | None) -> ExpertBytes | None:
+    """An expert's size on either side: the skeleton's type on the GPU, the store's own on the CPU; None without one."""
     if store is None:
         return None
     _, module = next(iter(network.experts_modules(skeleton).values()))
