@@ -109,7 +109,7 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """Mean over steps of the least time of each; over those that ran undisturbed where they are a quarter of all."""
+        """Mean over steps of the least time of each; over undisturbed ones where they are a quarter of all."""
         calm = np.isfinite(self.calm)
         return float(self.calm[calm].mean() if calm.mean() >= 0.25 else self.least.mean())
 

@@ -197,6 +197,11 @@ def _notes(plan: PlacementPlan, spec: ModelSpec, out: Output) -> None:
         out.warn(
             f"{budget.asked} holds no expert: one takes {format_bytes(budget.expert_bytes)} as {budget.gpu_format}"
         )
+    if budget.gpu_format.startswith("gptq") and budget.slots:
+        out.note(
+            f"{budget.gpu_format} sizes are those of the packed files, as servers keep them; 'ktplan run' unpacks such "
+            f"experts to 16 bits, {format_bytes(2 * spec.params_per_expert)} each"
+        )
     if expectation is None:
         out.note("no profile given: the plan says nothing about hit rates")
     elif expectation.held_out is None and expectation.documents < 2:

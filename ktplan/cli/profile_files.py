@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _File = click.Path(path_type=Path)
 _FOREIGN = (".pt", ".pth", ".gguf", ".dat", ".npy", ".npz", ".json", ".csv")
+_ABOUT = ("readme.md", "license.txt", "license.md", "dataset_infos.json", "dataset_dict.json", "state.json")
 _RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -251,7 +252,11 @@ def _files_of(word: str, suffixes: tuple[str, ...]) -> list[Path]:
         return [path]
     if path.is_dir():
         inside = sorted(
-            file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file()
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in suffixes
+            and file.is_file()
+            and not (word.startswith("hf:") and file.name.lower() in _ABOUT)
         )
         if not inside:
             raise BadUsage(
