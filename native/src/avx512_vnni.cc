@@ -12,13 +12,11 @@
 
 #include <immintrin.h>
 
-#include <utility>
-
 #include "ktplan/kernels.h"
 #include "ktplan/numerics.h"
+#include "activation.h"
+#include "avx512.h"
 #include "ktplan/tables.h"
-
-#define INLINE __attribute__((always_inline))  // also for lambdas, which take no other spelling
 
 namespace ktplan::avx512_vnni {
 namespace {
@@ -92,44 +90,6 @@ void levels(const Row& row, std::size_t k, int bits, std::int32_t* out) noexcept
       out[i] = 256 * four[0] + four[4];
     }
   }
-}
-
-[[gnu::always_inline]] inline __m512i broadcast(const std::uint8_t* four) {
-  int value;
-  __builtin_memcpy(&value, four, 4);
-  return _mm512_set1_epi32(value);
-}
-
-// 64 bytes of weights as level + 128: 16 columns x 4 inputs (int8), or the inputs of the low and those of the high
-// nibbles.
-template <std::size_t kBits>
-struct Levels {
-  __m512i of[8 / kBits];
-};
-
-template <std::size_t kBits>
-[[gnu::always_inline]] inline Levels<kBits> load(const std::uint8_t* w) {
-  const __m512i bytes = _mm512_loadu_si512(w);
-  const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
-  if constexpr (kBits == 8) {
-    return {_mm512_xor_si512(bytes, offset)};
-  } else {  // (byte ^ 0x80) & 0xf0 in one operation
-    const __m512i upper = _mm512_set1_epi8(static_cast<char>(0xf0));
-    return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(bytes, 4), offset, upper, 0x28),
-            _mm512_ternarylogic_epi32(bytes, offset, upper, 0x28)};
-  }
-}
-
-// Into the second-level cache.
-[[gnu::always_inline]] inline void prefetch(const std::uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
-}
-
-// f(0) ... f(kCount - 1), each index a constant: sums indexed by it stay in registers, which a loop does not promise.
-template <int kCount, typename F>
-[[gnu::always_inline]] inline void each(F f) {
-  [&]<int... i>(std::integer_sequence<int, i...>)
-      INLINE { (f(std::integral_constant<int, i>{}), ...); }(std::make_integer_sequence<int, kCount>{});
 }
 
 template <int kRows, int kPlanes>
@@ -265,49 +225,6 @@ void dots(const WeightStep& step, const Row* const* rows, std::size_t count, std
   }
 }
 
-[[gnu::always_inline]] inline __m512 exponential(__m512 x) {
-  x = _mm512_min_ps(_mm512_set1_ps(kExpHigh), x);  // min and max return the second operand when one is NaN
-  x = _mm512_max_ps(_mm512_set1_ps(kExpLow), x);
-  const __m512 magic = _mm512_set1_ps(kMagic);
-  const __m512 t = _mm512_fmadd_ps(x, _mm512_set1_ps(kLog2e), magic);
-  const __m512 n = _mm512_sub_ps(t, magic);
-  __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-kLn2High), x);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(-kLn2Low), r);
-  __m512 p = _mm512_set1_ps(kP0);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP1));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP2));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP3));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP4));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP5));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r);
-  p = _mm512_add_ps(p, _mm512_set1_ps(1.0f));
-  const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(t), _mm512_set1_epi32(127)), 23);
-  return _mm512_mul_ps(p, _mm512_castsi512_ps(power));
-}
-
-void swiglu(const float* gate, const float* up, float* out, std::size_t n) noexcept {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-  for (std::size_t i = 0; i < n; i += 16) {
-    const __m512 g = _mm512_loadu_ps(gate + i);
-    const __m512 minus = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(g), sign));
-    const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(one, exponential(minus)));
-    _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(up + i)));
-  }
-}
-
-void round_bf16(float* x, std::size_t n) noexcept {
-  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinity = _mm512_set1_epi32(0x7f800000);
-  for (std::size_t i = 0; i < n; i += 16) {
-    const __m512i bits = _mm512_loadu_si512(x + i);
-    const __mmask16 number = _mm512_cmple_epu32_mask(_mm512_and_si512(bits, magnitude), infinity);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    _mm512_storeu_si512(x + i,
-                        _mm512_mask_and_epi32(bits, number, up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-}
-
 void widen_bf16(const std::uint16_t* x, float* out, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; i += 16) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
@@ -353,20 +270,25 @@ template <int kPlanes, std::size_t kBits>
 constexpr ProjectKernels kKernels{
     .project = project<kPlanes, kBits>, .dots = dots<kPlanes, kBits>, .max_rows = kMaxRows<kPlanes>};
 
+template <std::size_t kBits>
+constexpr FormatKernels kRows{
+    .row_bytes = row_bytes, .quantize = quantize, .a8 = kKernels<1, kBits>, .a16 = kKernels<2, kBits>};
+
 }  // namespace
 
-const KernelTable kTable{
+constinit const KernelTable kTable{
     .name = "avx512-vnni",
     .words = "AVX-512 VNNI",
-    .row_bytes = row_bytes,
-    .quantize = quantize,
+    .bf16_words = "AVX-512",
+    .int8 = kRows<8>,
+    .int4 = kRows<4>,
+    .int4_g32 = {},  // from other files, in dispatch.cc: copying them here would be code of this file that runs at load
+    .int4_g64 = {},
+    .int4_g128 = {},
+    .bf16 = {},
     .levels = levels,
-    .a8_w8 = kKernels<1, 8>,
-    .a8_w4 = kKernels<1, 4>,
-    .a16_w8 = kKernels<2, 8>,
-    .a16_w4 = kKernels<2, 4>,
-    .swiglu = swiglu,
-    .round_bf16 = round_bf16,
+    .activate = Activating<Floats>::activate,
+    .round_bf16 = round_to_bf16,
     .widen_bf16 = widen_bf16,
     .accumulate = accumulate,
     .add = add,

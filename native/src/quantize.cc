@@ -25,6 +25,7 @@ extern const QuantizeTable kQuantize;
 
 const QuantizeTable* find_quantize_table(const char* name) {
 #if defined(__x86_64__)
+  if (std::strcmp(name, "amx-int8") == 0) name = avx512_vnni::kQuantize.name;  // tiles have no part in it
   for (const QuantizeTable* table : {&avx512_vnni::kQuantize, &avx2::kQuantize}) {
     if (std::strcmp(table->name, name) == 0) return table;
   }

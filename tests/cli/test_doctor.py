@@ -74,3 +74,24 @@ def test_a_gpu_is_listed_with_its_memory() -> None:
     )
     found = line(checks(replace(detect(), gpus=(gpu,)), FAST, None), "GPU 0")
     assert found.value == "NVIDIA GeForce RTX 4090, 24.0 GiB, 23.0 GiB free"
+
+
+def test_tiles_are_detected_permitted_emulated_and_forced(cli: Callable[..., Any]) -> None:
+    from ktplan import kernels
+
+    state = kernels.tile_state()
+    report = cli("doctor", "--json").ok().json()
+    assert report["tiles"] == state._asdict()
+    if state.permitted or not {"avx512_vnni", "avx512bw"} <= set(kernels.cpu_features()):
+        pytest.skip("needs AVX-512 VNNI and no AMX")
+    forced = {"KTPLAN_ISA": "amx-int8"}
+    emulated = cli("doctor", env={**forced, "KTPLAN_AMX_EMULATED": "1"}).ok().stdout
+    assert (
+        "not detected, emulated by a trap handler, forced by KTPLAN_ISA: the processor has no amx" in emulated
+    )
+    assert "amx-int8: KTPLAN_ISA asks for it; emulated" in emulated
+    refused = cli("doctor", env=forced)
+    assert (
+        refused.code == 5
+        and "'amx-int8' cannot run on this machine: the processor has no amx" in refused.stdout
+    )
