@@ -138,7 +138,7 @@ def place_command(
     """
     from ktplan.cli import place_tables as tables
     from ktplan.cli.profile_files import read_profile
-    from ktplan.placement import fit, hit_rate, make_plan
+    from ktplan.placement import hit_rate
 
     job = tables.Job.read(model, what_if, hardware_file, store)
     spec = job.spec
@@ -165,12 +165,8 @@ def place_command(
     if len(cards) > 1:
         plan = tables.several(job, profile, strategy, cards, how, seed)
     else:
-        needs = job.needs(context, batch)
-        budget = fit(spec, **counted, card_memory=cards[0] if cards else None, needs=needs, **how)
-        plan = make_plan(
-            spec, profile, strategy=strategy, budget=budget, seed=seed, machine=job.machine,
-            cpu_expert=job.cpu_expert, kt_compat=kt_compat,
-        )  # fmt: skip
+        counted["card_memory"] = cards[0] if cards else None
+        plan = tables.single(job, profile, strategy, counted, how, seed, kt_compat)
     on_test = hit_rate(plan.gpu, test) if test else None
     plan.save(output)
     body = {

@@ -85,6 +85,23 @@ class Job:
         return tuple(gpu.memory_total for gpu in detect().gpus if gpu.memory_total)
 
 
+def single(
+    job: Job,
+    profile: ActivationProfile | None,
+    strategy: str,
+    counted: dict[str, Any],
+    how: dict[str, Any],
+    seed: int,
+    kt_compat: bool,
+) -> PlacementPlan:
+    """A plan for one GPU."""
+    budget = fit(job.spec, **counted, needs=job.needs(how["context"], how["batch"]), **how)
+    return make_plan(
+        job.spec, profile, strategy=strategy, budget=budget, seed=seed, machine=job.machine,
+        cpu_expert=job.cpu_expert, kt_compat=kt_compat,
+    )  # fmt: skip
+
+
 def several(
     job: Job,
     profile: ActivationProfile | None,

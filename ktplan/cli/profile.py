@@ -20,7 +20,9 @@ from ktplan.units import format_percent
 
 if TYPE_CHECKING:
     from ktplan.cli.profile_network import Text
+    from ktplan.model import ModelSpec
     from ktplan.profile import ActivationProfile, Corpus
+    from ktplan.profile.recorder import Wishes
 
 _TRACE_BYTES = (
     256 << 20
@@ -111,7 +113,6 @@ def profile_command(
     """
     from ktplan.model import read_spec
     from ktplan.profile import read_corpus, report
-    from ktplan.profile.recorder import Wishes, record
 
     if store and by_layer:
         raise BadUsage("a store is mapped, not loaded", hint="leave out --by-layer or --store")
@@ -134,38 +135,20 @@ def profile_command(
         profile_network as network,
     )  # torch comes with it: once the inputs are known to be good
 
-    wishes = Wishes(
-        chunk=chunk if not generate else min(chunk, max(1, spec.context - generate)),
-        max_tokens=max_tokens,
-        generate=generate,
-        trace_tokens=_TRACE_BYTES // (2 * spec.top_k * len(spec.moe_layers)) if trace else 0,
-        special_ids=text().special_ids,
-    )
-    wishes.check(spec)
-    about: dict[str, Any] = {
-        "encode": text().encode,
-        "wishes": wishes,
-        "tokenizer": text().digest,
-        "checkpoint": output.with_name(f"{output.name}.unfinished"),
-        "progress": out.progress(),
-    }
+    wishes = _wishes(spec, text(), chunk, max_tokens, generate, trace)
     way = network.Way(dtype, False) if store else network.choose_way(spec, dtype, by_layer, out)
-    if way.by_layer:
-        how = {"text_field": text_field, "dtype": way.dtype, "experts": "checkpoint", "by_layer": True}
-        profile = network.record_by_layer(
-            model, corpus, way.dtype, folder=output.parent, settings=how, **about
-        )
-    else:
-        net = network.load(model, store, way.dtype, out)
-        profile = record(
-            spec,
-            corpus,
-            modules=net.modules,
-            forward=net.forward,
-            decoder=net.decoder,
-            settings={"text_field": text_field, **net.how},
-            **about,
-        )
+    profile = network.record(
+        model,
+        spec,
+        corpus,
+        way,
+        store,
+        out,
+        text=text(),
+        wishes=wishes,
+        settings={"text_field": text_field},
+        output=output,
+    )
     profile.save(output)
     if picture:
         from ktplan.profile import pictures
@@ -177,6 +160,23 @@ def profile_command(
     out.report("profile-report", body, lambda: _render(profile, corpus, out))
     out.note(f"wrote {output}" + (f" and {picture}" if picture else ""))
     out.hint(f"ktplan place {model_word(model)} --profile {output} --ratio 0.3 -o plan.json")
+
+
+def _wishes(
+    spec: ModelSpec, text: Text, chunk: int, max_tokens: int | None, generate: int, trace: bool
+) -> Wishes:
+    """How much to record. Raises BadUsage for what the model cannot do."""
+    from ktplan.profile.recorder import Wishes
+
+    wishes = Wishes(
+        chunk=chunk if not generate else min(chunk, max(1, spec.context - generate)),
+        max_tokens=max_tokens,
+        generate=generate,
+        trace_tokens=_TRACE_BYTES // (2 * spec.top_k * len(spec.moe_layers)) if trace else 0,
+        special_ids=text.special_ids,
+    )
+    wishes.check(spec)
+    return wishes
 
 
 def _text_of(model: Path) -> Callable[[], Text]:

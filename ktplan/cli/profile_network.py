@@ -22,6 +22,7 @@ from ktplan.units import format_bytes
 if TYPE_CHECKING:
     from ktplan.model import ModelSpec
     from ktplan.profile import ActivationProfile, Corpus
+    from ktplan.profile.recorder import Wishes
 
 _WIDTH: Final = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 _MEMORY_SHARE: Final = 0.6  # of free memory that weights may take: loading and computing need room
@@ -179,11 +180,52 @@ def load(model: Path, store: Path | None, dtype: str, out: Output) -> Loaded:
     return Loaded(modules, forward, decoder, how)
 
 
-def record_by_layer(model: Path, corpus: Corpus, dtype: str, **about: Any) -> ActivationProfile:
-    """See `ktplan.runtime.by_layer`."""
-    from ktplan.model import open_safetensors
-    from ktplan.runtime import by_layer
+def record(
+    model: Path,
+    spec: ModelSpec,
+    corpus: Corpus,
+    way: Way,
+    store: Path | None,
+    out: Output,
+    *,
+    text: Text,
+    wishes: Wishes,
+    settings: dict[str, Any],
+    output: Path,
+) -> ActivationProfile:
+    """The routing of a corpus, by the whole model or layer by layer; unfinished work lies beside `output`."""
+    from ktplan.profile import recorder
 
-    source = open_safetensors(model)
-    source.spec.check_plain_experts()
-    return by_layer.record_by_layer(model, source, corpus, dtype=network.as_dtype(dtype), **about)
+    about: dict[str, Any] = {
+        "encode": text.encode,
+        "wishes": wishes,
+        "tokenizer": text.digest,
+        "checkpoint": output.with_name(f"{output.name}.unfinished"),
+        "progress": out.progress(),
+    }
+    if way.by_layer:
+        from ktplan.model import open_safetensors
+        from ktplan.runtime.by_layer import record_by_layer
+
+        source = open_safetensors(model)
+        source.spec.check_plain_experts()
+        how = {**settings, "dtype": way.dtype, "experts": "checkpoint", "by_layer": True}
+        return record_by_layer(
+            model,
+            source,
+            corpus,
+            dtype=network.as_dtype(way.dtype),
+            settings=how,
+            folder=output.parent,
+            **about,
+        )
+    net = load(model, store, way.dtype, out)
+    return recorder.record(
+        spec,
+        corpus,
+        modules=net.modules,
+        forward=net.forward,
+        decoder=net.decoder,
+        settings={**settings, **net.how},
+        **about,
+    )
