@@ -9,20 +9,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ktplan import _native
 from ktplan.errors import BadInput, BadUsage, MachineLacks
-from ktplan.hardware import usable_cores
+from ktplan.hardware import CoreGroup, core_groups, usable_cores
 
 T = TypeVar("T")
 F32 = npt.NDArray[np.float32]
 Numerics = Literal["ktplan", "upstream"]
+Pin = Literal["core", "node", "none"]
+Memory = Literal["mapped", "moved", "copied"]
 
 ISA_VARIABLE = "KTPLAN_ISA"
+PIN_VARIABLE = "KTPLAN_PIN"
+MAX_GROUPS = 16
 SPIN_US = 100  # how long an idle thread waits awake: longer than the gap between two phases, far below a millisecond
 
 
@@ -80,21 +84,71 @@ def cpu_features() -> list[str]:
     return _native.cpu_features()
 
 
+class Place(NamedTuple):
+    """Where one thread belongs: its group, the processors it may run on (none: any), the node it prefers memory of."""
+
+    group: int
+    cpus: tuple[int, ...] = ()
+    node: int | None = None
+
+
+def places(groups: Sequence[CoreGroup], threads: int, pin: Pin) -> list[Place]:
+    """A place for each of `threads` threads, spread over the groups as their cores are.
+
+    "core": a thread owns one physical core; only where there is a core for each. "node": it stays on its node's cores
+    and the system moves it there. The first place is the calling thread's, which is pinned in no case.
+    """
+    if not groups or len(groups) > MAX_GROUPS:
+        groups = [CoreGroup(None, tuple(core for group in groups for core in group.cores))]
+    crowded = threads > sum(len(group.cores) for group in groups)
+    members = [0] * len(groups)
+    for _ in range(threads):
+        members[min(range(len(groups)), key=lambda g: members[g] / max(1, len(groups[g].cores)))] += 1
+    found = []
+    for g, (group, count) in enumerate((g, n) for g, n in zip(groups, members, strict=True) if n):
+        node = group.node if len(groups) > 1 else None
+        whole = tuple(sorted(cpu for core in group.cores for cpu in core))
+        for i in range(count):
+            own = group.cores[i] if pin == "core" and not crowded else whole
+            found.append(Place(g, () if pin == "none" else own, node))
+    return found
+
+
 class Pool:
-    """Threads that stay. The thread that calls `forward` is one of them, so `threads=2` starts one more."""
+    """Threads that stay. The thread that calls `forward` is one of them, so `threads=2` starts one more.
+
+    One group of threads a NUMA node: a part of a layer (or an expert, where there is one part) belongs to a group, whose
+    threads take it first. Threads of the pool stay on their node's cores and prefer its memory; `pin="core"` gives each
+    a core of its own instead (good where nothing else runs, bad where another program does), "none" leaves them to the
+    system. The environment's KTPLAN_PIN changes the default. The calling thread is left as it is.
+    """
 
     _default: Pool | None = None
 
-    def __init__(self, threads: int | None = None, *, spin_us: int = SPIN_US) -> None:
-        """`threads=None`: one a physical core that the process may use (one fewer above four)."""
-        if threads is None:
-            cores = usable_cores()
-            self.chosen = Chosen(cores.usable, cores.why)
-        else:
-            self.chosen = Chosen(threads, "asked for")
+    def __init__(
+        self,
+        threads: int | None = None,
+        *,
+        spin_us: int = SPIN_US,
+        pin: Pin | None = None,
+        groups: Sequence[CoreGroup] | None = None,
+    ) -> None:
+        """`threads=None`: one a physical core that the process may use (one fewer above four).
+
+        `groups` describes the machine; None reads it. Raises BadUsage for settings that do not exist.
+        """
+        self._cores = usable_cores()
+        self.chosen = (
+            Chosen(self._cores.usable, self._cores.why) if threads is None else Chosen(threads, "asked for")
+        )
         if not 1 <= self.chosen.value <= 1024:
             raise BadUsage(f"{self.chosen.value} threads asked for", hint="use 1 to 1024")
-        self._native = _native.Pool(self.chosen.value, spin_us)
+        self.pin: Pin = _pin(pin)
+        self.groups = tuple(core_groups() if groups is None else groups)
+        self.places = places(self.groups, self.chosen.value, self.pin)
+        self._native = _native.Pool(
+            [(p.group, list(p.cpus), -1 if p.node is None else p.node) for p in self.places], spin_us
+        )
 
     @classmethod
     def default(cls) -> Pool:
@@ -106,6 +160,49 @@ class Pool:
     @property
     def threads(self) -> int:
         return self._native.threads
+
+    @property
+    def taken(self) -> list[tuple[int, int]]:
+        """By thread: pieces of work taken of its own group and of the others', since the pool began."""
+        return self._native.taken
+
+    @property
+    def affinity(self) -> list[list[int]]:
+        """By thread: the processors it may run on; empty for the calling thread and before the first work."""
+        return self._native.affinity
+
+    @property
+    def troubles(self) -> list[str]:
+        """What the system refused to the threads, for people; the work is done all the same."""
+        found = []
+        if self._native.pin_error:
+            found.append(f"threads could not be pinned: {os.strerror(self._native.pin_error)}")
+        if self._native.policy_error:
+            found.append(
+                f"threads could not prefer their node's memory: {os.strerror(self._native.policy_error)}"
+            )
+        return found
+
+
+def _pin(wanted: Pin | None) -> Pin:
+    name, source = wanted, "asked for"
+    if name is None and os.environ.get(PIN_VARIABLE):
+        name, source = cast(Pin, os.environ[PIN_VARIABLE]), PIN_VARIABLE
+    if name is None:
+        return "node"
+    if name not in ("core", "node", "none"):
+        raise BadUsage(
+            f"threads cannot be pinned to {name!r} ({source})", hint="use 'core', 'node' or 'none'"
+        )
+    return name
+
+
+def oversubscribed(threads: int) -> str | None:
+    """A warning for people where so many threads are more than the cores this process may use; None where not."""
+    cores = usable_cores()
+    if threads <= cores.most:
+        return None
+    return f"{threads} threads wait for each other on {cores.most} cores ({cores.why})"
 
 
 class PackedExpert(NamedTuple):

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -19,6 +20,7 @@
 
 #include "ktplan/isa.h"
 #include "ktplan/moe.h"
+#include "ktplan/placing.h"
 #include "ktplan/quantize.h"
 #include "ktplan/threads.h"
 
@@ -142,6 +144,9 @@ class LayerHandle {
     for (std::size_t p = 0; p < parts.size(); ++p) add_part(nb::cast<nb::list>(parts[p]), p);
   }
 
+  LayerHandle(const LayerHandle&) = delete;  // vectors of owners claim to be copyable
+  LayerHandle& operator=(const LayerHandle&) = delete;
+
   PreparedCall prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) const {
     PreparedCall p{array_from<Array>(hidden, "hidden"),
                    array_from<Array>(ids, "top_k_index"),
@@ -179,9 +184,33 @@ class LayerHandle {
     forward(layer_, *pool_, prepared.call);
   }
 
-  std::size_t read() const {
+  std::size_t read() {
     const nb::gil_scoped_release unlocked;
     return read_weights(layer_, *pool_);
+  }
+
+  // Moves the weights to the nodes of the threads that use them; the errno of a failure.
+  int move() {
+    const nb::gil_scoped_release unlocked;
+    return move_weights(layer_, *pool_);
+  }
+
+  // Goes on with copies there; returns their bytes.
+  std::size_t copy() {
+    {
+      const nb::gil_scoped_release unlocked;
+      auto copies = copy_weights(layer_, *pool_);
+      copies_.swap(copies);
+    }
+    std::size_t bytes = 0;
+    for (const auto& memory : copies_) bytes += memory->bytes();
+    return bytes;
+  }
+
+  std::pair<std::map<int, std::size_t>, int> nodes() {
+    std::map<int, std::size_t> found;
+    const int error = weight_nodes(layer_, found);
+    return {found, error};
   }
 
   const Layer& layer() const { return layer_; }
@@ -249,6 +278,7 @@ class LayerHandle {
   Layer layer_{};
   std::shared_ptr<Pool> pool_;
   std::vector<Array> kept_;
+  std::vector<std::unique_ptr<NodeMemory>> copies_;
 };
 
 // A forward pass that runs on the pool's own threads. It keeps its arrays and its layer until it is done.
@@ -449,10 +479,21 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
   return found;
 }
 
-std::shared_ptr<Pool> new_pool(int threads, int spin_us) {
-  if (threads < 1 || threads > 1024) wrong("threads", "1 to 1024", std::to_string(threads));
+std::shared_ptr<Pool> new_pool(const std::vector<std::tuple<std::size_t, std::vector<int>, int>>& places, int spin_us) {
+  if (places.empty() || places.size() > 1024) wrong("places", "1 to 1024 threads", std::to_string(places.size()));
   if (spin_us < 0 || spin_us > 1000000) wrong("spin_us", "0 to 1000000", std::to_string(spin_us));
-  return std::make_shared<Pool>(threads, spin_us);
+  std::vector<Place> all;
+  for (const auto& [group, cpus, node] : places) {
+    if (group >= kMaxGroups) wrong("places", "groups 0 to " + std::to_string(kMaxGroups - 1), std::to_string(group));
+    all.push_back(Place{.group = group, .cpus = cpus, .node = node});
+  }
+  return std::make_shared<Pool>(std::move(all), spin_us);
+}
+
+std::vector<std::pair<std::uint64_t, std::uint64_t>> taken(const Pool& pool) {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> out;
+  for (const Taken& t : pool.taken()) out.emplace_back(t.own, t.stolen);
+  return out;
 }
 
 }  // namespace
@@ -472,8 +513,13 @@ NB_MODULE(_native, m) {
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
 
   nb::class_<Pool>(m, "Pool")
-      .def(nb::new_(&new_pool), nb::arg("threads"), nb::arg("spin_us"))
+      .def(nb::new_(&new_pool), nb::arg("places"), nb::arg("spin_us"))
       .def_prop_ro("threads", &Pool::threads)
+      .def_prop_ro("groups", &Pool::groups)
+      .def_prop_ro("taken", &taken)
+      .def_prop_ro("affinity", &Pool::affinity)
+      .def_prop_ro("pin_error", &Pool::pin_error)
+      .def_prop_ro("policy_error", &Pool::policy_error)
       .def_prop_ro("spin_us", &Pool::spin_us);
 
   nb::class_<Job>(m, "Job").def("wait", &Job::wait).def_prop_ro("done", &Job::done);
@@ -493,6 +539,9 @@ NB_MODULE(_native, m) {
           },
           nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
       .def("read", &LayerHandle::read)
+      .def("move", &LayerHandle::move)
+      .def("copy", &LayerHandle::copy)
+      .def("nodes", &LayerHandle::nodes)
       .def_prop_ro("intermediate", [](const LayerHandle& self) { return self.layer().intermediate; })
       .def_prop_ro("isa", &LayerHandle::isa);
 }
