@@ -257,8 +257,16 @@ class ExpertLayer:
         isa: str | None = None,
         activation_bits: int = 16,
         numerics: Numerics = "ktplan",
+        memory: Memory = "mapped",
     ) -> None:
-        """Raises BadUsage for settings that do not exist, BadInput for arrays of other sizes, MachineLacks."""
+        """Raises BadUsage for settings that do not exist, BadInput for arrays of other sizes, MachineLacks.
+
+        `memory` is about the weights: "mapped" uses them where they lie and takes no memory of its own; "moved" asks the
+        system to move their pages to the nodes of the threads that use them; "copied" puts copies there in huge pages,
+        which takes their size once more (`copied_bytes`) and is for systems that map files in small pages.
+        """
+        if memory not in ("mapped", "moved", "copied"):
+            raise BadUsage(f"memory {memory!r} is not known", hint="use 'mapped', 'moved' or 'copied'")
         _check_sizes(parts, hidden, intermediate, bits, activation_bits, numerics)
         self.hidden = hidden
         self.intermediate = intermediate
@@ -275,6 +283,10 @@ class ExpertLayer:
         self._native = _native.Layer(
             packed, hidden, bits, self.pool._native, self.isa.value, activation_bits, numerics
         )
+
+        self.copied_bytes = self._native.copy() if memory == "copied" else 0
+        error = self._native.move() if memory == "moved" else 0
+        self.trouble = f"weights could not be moved to their nodes: {os.strerror(error)}" if error else None
 
     def forward(self, hidden: Any, top_k_index: Any, top_k_weights: Any, out: F32 | None = None) -> F32:
         """The weighted sum of the experts' outputs, float32 [tokens, hidden].
@@ -296,6 +308,11 @@ class ExpertLayer:
     def read(self) -> int:
         """Reads all weights once and returns their bytes: maps them into memory, and shows what memory alone costs."""
         return self._native.read()
+
+    def nodes(self) -> dict[int, int]:
+        """Pages of weights by NUMA node, of a sample; -1: not in memory. Empty where the system does not tell."""
+        found, error = self._native.nodes()
+        return {} if error else found
 
     def _output(self, hidden: Any, out: F32 | None) -> F32:
         if out is not None:

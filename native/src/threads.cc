@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <deque>
 #include <new>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -61,7 +62,19 @@ bool wait_until(const std::atomic<std::uint32_t>& word, int spin_us, Ready ready
   return true;
 }
 
-int pin(pthread_t thread, const std::vector<int>& cpus) noexcept {
+std::int64_t now_us() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Processor time that a thread has had.
+std::int64_t processor_us(pthread_t thread) {
+  clockid_t clock;
+  timespec time{};
+  if (pthread_getcpuclockid(thread, &clock) != 0 || clock_gettime(clock, &time) != 0) return now_us();
+  return std::int64_t{time.tv_sec} * 1000000 + time.tv_nsec / 1000;
+}
+
+int pin(pthread_t thread, std::span<const int> cpus) noexcept {
   cpu_set_t set;
   CPU_ZERO(&set);
   for (const int cpu : cpus) {
@@ -70,6 +83,9 @@ int pin(pthread_t thread, const std::vector<int>& cpus) noexcept {
   return pthread_setaffinity_np(thread, sizeof set, &set);
 }
 
+constexpr std::int64_t kProbeUs = 20;    // a thread that has a processor uses it for most of that
+constexpr std::int64_t kRestUs = 10000;  // a thread that lost its processor takes no part for so long
+constexpr int kRescues = 8, kNaps = 40;
 constexpr int kIdleSpinUs = 900;  // of all threads together, after a job
 thread_local std::size_t this_thread = 0;
 
@@ -109,8 +125,11 @@ struct Pool::State {
         idle_us(std::min(spin_us, kIdleSpinUs / static_cast<int>(std::max<std::size_t>(1, threads - 1)))),
         counts(std::make_unique<Count[]>(threads)) {}
 
+  // What others may know of a thread.
   struct alignas(64) Count {
     std::atomic<std::uint64_t> own{0}, stolen{0};
+    std::atomic<bool> busy{false};            // may hold an item
+    std::atomic<std::int64_t> rests_until{0};  // takes no part before
   };
 
   std::vector<Place> places;  // a worker and the caller may change places
@@ -141,6 +160,8 @@ struct Pool::State {
   void step_aside() noexcept;
   void settle(std::thread& thread, std::size_t index) noexcept;
   void share(Phase& phase) const noexcept;
+  void wait_for(Phase& phase) noexcept;
+  bool rescue() noexcept;
   void work(std::size_t thread) noexcept;
   void worker(std::size_t thread);
   void dispatch();
@@ -169,6 +190,7 @@ void Pool::State::work(std::size_t thread) noexcept {
   for (std::size_t i = 0; i < count; ++i) {
     Phase& phase = phases[i];
     std::uint32_t taken = 0;
+    counts[thread].busy.store(true, std::memory_order_relaxed);
     for (std::size_t away = 0; away < groups; ++away) {
       Phase::Queue& queue = phase.queues[(home + away) % groups];
       std::uint32_t item;
@@ -180,10 +202,50 @@ void Pool::State::work(std::size_t thread) noexcept {
     }
     const std::uint32_t items = phase.items;
     if (taken != 0 && phase.done.fetch_add(taken, std::memory_order_acq_rel) + taken == items) phase.done.notify_all();
+    counts[thread].busy.store(false, std::memory_order_relaxed);
+    if (thread == 0) wait_for(phase);
     wait_until(phase.done, spin_us, [items](std::uint32_t done) { return done >= items; });
   }
   counts[thread].own.fetch_add(own, std::memory_order_relaxed);
   counts[thread].stolen.fetch_add(stolen, std::memory_order_relaxed);
+}
+
+// The calling thread waits for the last items. Where their threads lost their processors to another program, they would get
+// them back after milliseconds: they are brought to this one, which is about to have nothing to do.
+void Pool::State::wait_for(Phase& phase) noexcept {
+  const auto done = [&phase] { return phase.done.load(std::memory_order_acquire) >= phase.items; };
+  const std::int64_t end = now_us() + spin_us;
+  while (!done()) {
+    pause();
+    if (now_us() < end) continue;
+    for (int tries = 0; tries < kRescues && !done(); ++tries) {
+      if (!rescue()) return;
+    }
+    return;
+  }
+}
+
+// Lets a thread that is ready and does not run finish its item here; false where there is none.
+bool Pool::State::rescue() noexcept {
+  for (std::size_t i = 1; i < threads; ++i) {
+    if (!counts[i].busy.load(std::memory_order_relaxed)) continue;
+    const pthread_t thread = workers[i - 1].native_handle();
+    const std::int64_t before = processor_us(thread), until = now_us() + kProbeUs;
+    while (now_us() < until) pause();
+    if (!counts[i].busy.load(std::memory_order_relaxed) || processor_us(thread) - before > kProbeUs / 4) continue;
+    cpu_set_t set;
+    const int here = sched_getcpu();
+    if (here < 0 || pthread_getaffinity_np(thread, sizeof set, &set) != 0) return false;
+    counts[i].rests_until.store(now_us() + kRestUs, std::memory_order_relaxed);
+    if (pin(thread, {&here, 1}) != 0) return false;
+    for (int naps = 0; naps < kNaps && counts[i].busy.load(std::memory_order_relaxed); ++naps) {
+      const timespec nap{.tv_sec = 0, .tv_nsec = 50000};
+      nanosleep(&nap, nullptr);
+    }
+    pthread_setaffinity_np(thread, sizeof set, &set);
+    return true;
+  }
+  return false;
 }
 
 void Pool::State::worker(std::size_t thread) {
@@ -192,14 +254,18 @@ void Pool::State::worker(std::size_t thread) {
     if (const int error = prefer_node(places[thread].node)) policy_error.store(error);
   }
   std::uint32_t seen = 0;
+  bool resting = false;
   for (;;) {
-    const bool slept = wait_until(generation, idle_us, [seen](std::uint32_t now) { return now != seen; });
+    const bool slept = wait_until(generation, resting ? 0 : idle_us, [seen](std::uint32_t now) { return now != seen; });
     if (stop.load(std::memory_order_acquire)) return;
     if (slept) {  // each thread that wakes up wakes two more, so that no one has to wake all
       generation.notify_one();
       generation.notify_one();
     }
     seen = generation.load(std::memory_order_acquire);
+    const std::int64_t until = counts[thread].rests_until.load(std::memory_order_relaxed);
+    resting = until != 0 && now_us() < until;
+    if (resting) continue;
     std::uint64_t now = entry.load(std::memory_order_acquire);
     bool inside = false;
     while (!inside && now >> 32 == seen && (now & kOpen) != 0) {
