@@ -1,13 +1,13 @@
 """How the threads behave: what a call costs besides its arithmetic, and what other programs cost it.
 
-    python benchmarks/pool_behaviour.py                  # all of it, two minutes
-    python benchmarks/pool_behaviour.py --only overhead idle
+python benchmarks/pool_behaviour.py                  # all of it, two minutes
+python benchmarks/pool_behaviour.py --only overhead idle
 
-    overhead  one token through experts that fit the second-level cache, for several widths: the time at no width at all
-    idle      processor time used after a call
-    scaling   two threads (or all) against one, with many tokens
-    beside    the same with another process busy on one core, for each way of pinning
-    pages     weights mapped from a file, in small pages, and copied
+overhead  one token through experts that fit the second-level cache, for several widths: the time at no width at all
+idle      processor time used after a call
+scaling   two threads (or all) against one, with many tokens
+beside    the same with another process busy on one core, for each way of pinning
+pages     weights mapped from a file, in small pages, and copied
 """
 
 from __future__ import annotations

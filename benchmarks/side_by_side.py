@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: shapes, routings, and time taken in blocks that know whether they were disturbed."""
+"""What the kernel benchmarks share: shapes, routings, and time in blocks that know whether they were disturbed."""
 
 from __future__ import annotations
 

@@ -145,6 +145,14 @@ def usable_cores(root: Path = Path("/")) -> Cores:
     )
 
 
+def oversubscribed(threads: int) -> str | None:
+    """A warning for people where so many threads are more than the cores this process may use; None where not."""
+    cores = usable_cores()
+    if threads <= cores.most:
+        return None
+    return f"{threads} threads wait for each other on {cores.most} cores ({cores.why})"
+
+
 def core_groups(root: Path = Path("/")) -> tuple[CoreGroup, ...]:
     """The cores this process may use, node by node; nodes without any are left out, as are those of memory alone."""
     cpus = root / "sys/devices/system/cpu"

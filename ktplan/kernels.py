@@ -117,10 +117,10 @@ def places(groups: Sequence[CoreGroup], threads: int, pin: Pin) -> list[Place]:
 class Pool:
     """Threads that stay. The thread that calls `forward` is one of them, so `threads=2` starts one more.
 
-    One group of threads a NUMA node: a part of a layer (or an expert, where there is one part) belongs to a group, whose
-    threads take it first. Threads of the pool stay on their node's cores and prefer its memory; `pin="core"` gives each
-    a core of its own instead (good where nothing else runs, bad where another program does), "none" leaves them to the
-    system. The environment's KTPLAN_PIN changes the default. The calling thread is left as it is.
+    One group of threads a NUMA node: a part of a layer (or an expert, where there is one part) belongs to a group,
+    whose threads take it first. Threads of the pool stay on their node's cores and prefer its memory; `pin="core"`
+    gives each a core of its own instead (good where nothing else runs, bad where another program does), "none" leaves
+    them to the system. The environment's KTPLAN_PIN changes the default. The calling thread is left as it is.
     """
 
     _default: Pool | None = None
@@ -197,14 +197,6 @@ def _pin(wanted: Pin | None) -> Pin:
     return name
 
 
-def oversubscribed(threads: int) -> str | None:
-    """A warning for people where so many threads are more than the cores this process may use; None where not."""
-    cores = usable_cores()
-    if threads <= cores.most:
-        return None
-    return f"{threads} threads wait for each other on {cores.most} cores ({cores.why})"
-
-
 class PackedExpert(NamedTuple):
     """One expert's projections in tile order (1-D int8 or uint8) and their scales (1-D float32, one a row).
 
@@ -261,9 +253,9 @@ class ExpertLayer:
     ) -> None:
         """Raises BadUsage for settings that do not exist, BadInput for arrays of other sizes, MachineLacks.
 
-        `memory` is about the weights: "mapped" uses them where they lie and takes no memory of its own; "moved" asks the
-        system to move their pages to the nodes of the threads that use them; "copied" puts copies there in huge pages,
-        which takes their size once more (`copied_bytes`) and is for systems that map files in small pages.
+        `memory` is about the weights: "mapped" uses them where they lie and takes no memory of its own; "moved" asks
+        the system to move their pages to the nodes of the threads that use them; "copied" puts copies there in huge
+        pages, which takes their size once more (`copied_bytes`) and is for systems that map files in small pages.
         """
         if memory not in ("mapped", "moved", "copied"):
             raise BadUsage(f"memory {memory!r} is not known", hint="use 'mapped', 'moved' or 'copied'")

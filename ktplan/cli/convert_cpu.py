@@ -16,6 +16,7 @@ from ktplan.cli.options import (
     optional_model_argument,
     output_options,
     text_files,
+    warn_if_crowded,
 )
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
@@ -120,6 +121,7 @@ def convert_cpu_command(
     if model is None or output is None:
         missing = "MODEL" if model is None else "-o"
         raise BadUsage(f"{missing} is missing", hint="ktplan convert-cpu MODEL -o STORE, or --resume DIR")
+    warn_if_crowded(threads, out)
     source = open_source(model)
     _note_what_is_left_out(source, out)
     scheme = Scheme(int(options["bits"]), rounding=options["rounding"])
