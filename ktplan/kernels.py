@@ -6,6 +6,7 @@ CPU, such as torch tensors without gradient), read-only ones included; the calle
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ktplan.hardware import CoreGroup, core_groups, usable_cores
 
 T = TypeVar("T")
 F32 = npt.NDArray[np.float32]
+Scales = F32 | npt.NDArray[np.uint16]
 Numerics = Literal["ktplan", "upstream"]
 Pin = Literal["core", "node", "none"]
 Memory = Literal["mapped", "moved", "copied"]
@@ -49,12 +51,12 @@ def isa(wanted: str | None = None) -> Chosen[str]:
     asked, source = wanted, "asked for"
     if asked is None and os.environ.get(ISA_VARIABLE):
         asked, source = os.environ[ISA_VARIABLE], f"{ISA_VARIABLE} asks for it"
-    runnable = [name for name, _, missing in tables if not missing]
-    rejected = [(name, missing) for name, _, missing in tables if missing]
+    runnable = [name for name, _, missing, _ in tables if not missing]
+    rejected = [(name, missing) for name, _, missing, _ in tables if missing]
     if asked is None:
         why = "the best in this build" if not rejected else "the best that this machine runs"
         return Chosen(runnable[0], why, tuple(rejected))
-    known = {name: missing for name, _, missing in tables}
+    known = {name: missing for name, _, missing, _ in tables}
     if asked not in known:
         raise MachineLacks(
             f"instruction set {asked!r} is not in this build ({source})",
@@ -71,12 +73,17 @@ def isa(wanted: str | None = None) -> Chosen[str]:
 
 def available_isas() -> list[str]:
     """Names of the instruction sets that run here, best first; the last is always "scalar"."""
-    return [name for name, _, missing in _native.tables() if not missing]
+    return [name for name, _, missing, _ in _native.tables() if not missing]
 
 
 def isa_words(name: str) -> str:
     """The name as people write it: "AVX-512 VNNI"."""
-    return next(words for known, words, _ in _native.tables() if known == name)
+    return next(words for known, words, _, _ in _native.tables() if known == name)
+
+
+def bf16_words(name: str) -> str:
+    """What multiplies bfloat16 weights under that instruction set: "AVX-512 BF16"."""
+    return next(words for known, _, _, words in _native.tables() if known == name)
 
 
 def cpu_features() -> list[str]:
@@ -198,17 +205,39 @@ def _pin(wanted: Pin | None) -> Pin:
 
 
 class PackedExpert(NamedTuple):
-    """One expert's projections in tile order (1-D int8 or uint8) and their scales (1-D float32, one a row).
+    """One expert's projections in tile order (1-D int8 or uint8), their scales and biases.
 
     Rows are outputs: gate and up have `intermediate` rows of `hidden` inputs, down the other way round.
+    Scales: float32 [N], one a row; with groups bfloat16 bit patterns, uint16 [N / 32, K / group, 32]; None with bfloat16
+    weights. Biases: float32 [N]; None where the model has none.
     """
 
     gate: npt.NDArray[Any]
-    gate_scale: F32
+    gate_scale: Scales | None
     up: npt.NDArray[Any]
-    up_scale: F32
+    up_scale: Scales | None
     down: npt.NDArray[Any]
-    down_scale: F32
+    down_scale: Scales | None
+    gate_bias: F32 | None = None
+    up_bias: F32 | None = None
+    down_bias: F32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What stands between gate, up and down.
+
+    silu: silu(gate) * up. gelu, gelu-tanh: the error function's and the tanh form's gelu(gate) * up.
+    swiglu-oai: gate * sigmoid(alpha * gate) * (up + 1), gpt-oss's. With a limit the gate is at most that and up within
+    +-limit first.
+    """
+
+    kind: Literal["silu", "gelu", "gelu-tanh", "swiglu-oai"] = "silu"
+    alpha: float = 1.702
+    limit: float = math.inf
+
+
+SILU = Activation()
 
 
 class Pending:
@@ -231,11 +260,13 @@ class ExpertLayer:
     """The experts of one layer, ready to run.
 
     `parts[p][e]` is part p of expert e, None for an expert that is not on this device: tokens routed to it get no
-    contribution. `intermediate` is the sum over the parts. `activation_bits`: 16 keeps activations as good as bf16 and
+    contribution. `intermediate` is the sum over the parts. `bits`: 8, 4, or 16 for bfloat16 weights; `group`: with 4
+    bits the inputs that share a scale (32, 64, 128), None where a whole row does. `activation_bits`: 16 keeps activations as good as bf16 and
     better; 8 is faster with many tokens and what kt-kernel does. `numerics="upstream"` (with 8 bits) also rounds to
     bfloat16 where kt-kernel does, to compare with it.
 
-    Outputs are the same bits for every instruction set, thread count and batch.
+    Outputs are the same bits for every thread count and batch, and with 8 and 4 bits for every instruction set;
+    bfloat16 products are summed in each instruction set's own order.
     """
 
     def __init__(
@@ -245,6 +276,8 @@ class ExpertLayer:
         hidden: int,
         intermediate: int,
         bits: int,
+        group: int | None = None,
+        activation: Activation = SILU,
         threads_pool: Pool | None = None,
         isa: str | None = None,
         activation_bits: int = 16,
@@ -259,21 +292,38 @@ class ExpertLayer:
         """
         if memory not in ("mapped", "moved", "copied"):
             raise BadUsage(f"memory {memory!r} is not known", hint="use 'mapped', 'moved' or 'copied'")
-        _check_sizes(parts, hidden, intermediate, bits, activation_bits, numerics)
+        _check_settings(bits, group, activation_bits, numerics)
+        _check_sizes(parts, hidden, intermediate, bits, group)
         self.hidden = hidden
         self.intermediate = intermediate
         self.bits = bits
+        self.group = group
         self.activation_bits = activation_bits
         self.numerics = numerics
         self.pool = threads_pool if threads_pool is not None else Pool.default()
         self.isa = _choose(isa)
         self.experts = len(parts[0])
         self.bytes = sum(
-            array.nbytes for part in parts for expert in part if expert is not None for array in expert
+            array.nbytes
+            for part in parts
+            for expert in part
+            if expert is not None
+            for array in expert
+            if array is not None
         )
         packed = [[None if expert is None else tuple(expert) for expert in part] for part in parts]
         self._native = _native.Layer(
-            packed, hidden, bits, self.pool._native, self.isa.value, activation_bits, numerics
+            packed,
+            hidden,
+            bits,
+            group or 0,
+            self.pool._native,
+            self.isa.value,
+            activation_bits,
+            numerics,
+            activation.kind,
+            activation.alpha,
+            activation.limit,
         )
 
         self.copied_bytes = self._native.copy() if memory == "copied" else 0
@@ -317,42 +367,59 @@ def _choose(name: str | None) -> Chosen[str]:
     return isa(name)
 
 
-def _check_sizes(
-    parts: Sequence[Sequence[PackedExpert | None]],
-    hidden: int,
-    intermediate: int,
-    bits: int,
-    activation_bits: int,
-    numerics: str,
-) -> None:
-    if bits not in (8, 4):
-        raise BadUsage(f"experts of {bits} bits cannot run", hint="8 and 4 can")
+def _check_settings(bits: int, group: int | None, activation_bits: int, numerics: str) -> None:
+    if bits not in (16, 8, 4):
+        raise BadUsage(f"experts of {bits} bits cannot run", hint="16 (bfloat16), 8 and 4 can")
+    if group is not None and (bits != 4 or group not in (32, 64, 128)):
+        raise BadUsage(
+            f"groups of {group} with {bits} bits cannot run", hint="4 bits have groups of 32, 64 or 128"
+        )
     if activation_bits not in (8, 16):
         raise BadUsage(f"activations of {activation_bits} bits cannot run", hint="8 and 16 can")
     if numerics not in ("ktplan", "upstream"):
         raise BadUsage(f"numerics {numerics!r} is not known", hint="use 'ktplan' or 'upstream'")
     if numerics == "upstream" and activation_bits != 8:
         raise BadUsage("kt-kernel's numerics have 8-bit activations", hint="pass activation_bits=8")
+
+
+def _check_sizes(
+    parts: Sequence[Sequence[PackedExpert | None]],
+    hidden: int,
+    intermediate: int,
+    bits: int,
+    group: int | None,
+) -> None:
     if not parts or any(len(part) != len(parts[0]) for part in parts):
         raise BadInput("every part must list the same experts")
-    widths = [_part_width(part, p, hidden, bits) for p, part in enumerate(parts)]
+    widths = [_part_width(part, p, hidden, bits, group) for p, part in enumerate(parts)]
     present = [width for width in widths if width is not None]
     if present and sum(present) != intermediate:
         raise BadInput(f"the parts are {' + '.join(map(str, present))} wide, not {intermediate} together")
 
 
-def _part_width(part: Sequence[PackedExpert | None], p: int, hidden: int, bits: int) -> int | None:
+def _part_width(
+    part: Sequence[PackedExpert | None], p: int, hidden: int, bits: int, group: int | None
+) -> int | None:
     """The intermediate width of a part, all sizes checked against it; None if the part has no expert."""
     width: int | None = None
     for e, expert in enumerate(part):
         if expert is None:
             continue
         if width is None:
-            width = len(expert.gate_scale)
-        sizes = (width * hidden * bits // 8, width) * 2 + (width * hidden * bits // 8, hidden)
-        for name, array, size in zip(PackedExpert._fields, expert, sizes, strict=True):
-            if array.shape != (size,):
-                raise BadInput(f"expert {e}, part {p}: {name} has shape {array.shape}, expected ({size},)")
+            width = expert.gate.size * 8 // (hidden * bits)
+        for name, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            expected = {
+                name: (rows * columns * bits // 8,),
+                f"{name}_scale": (rows,) if group is None else (rows // 32, columns // group, 32),
+                f"{name}_bias": (rows,),
+            }
+            for field_name, shape in expected.items():
+                array = getattr(expert, field_name)
+                if array is None and (field_name.endswith("_bias") or (bits == 16 and field_name != name)):
+                    continue
+                if array is None or array.shape != shape:
+                    got = "is missing" if array is None else f"has shape {array.shape}"
+                    raise BadInput(f"expert {e}, part {p}: {field_name} {got}, expected {shape}")
     return width
 
 
@@ -370,9 +437,24 @@ def dot_products(
     return _native.dots(isa, x, packed, rows, bits, activation_bits)
 
 
-def swiglu(gate: F32, up: F32, *, isa: str) -> F32:
-    """silu(gate) * up with the kernels' own exponential. For tests."""
-    return _native.swiglu(isa, gate, up)
+def project_rows(
+    x: F32,
+    packed: npt.NDArray[Any],
+    scale: Scales | None,
+    rows: int,
+    bits: int,
+    activation_bits: int,
+    *,
+    isa: str,
+    group: int | None = None,
+) -> F32:
+    """x [T, K] times a packed projection of `rows` outputs, [T, rows], as a layer computes it. For tests."""
+    return _native.project(isa, x, packed, scale, rows, bits, group or 0, activation_bits)
+
+
+def activate(gate: F32, up: F32, *, isa: str, activation: Activation = SILU) -> F32:
+    """The activation's value with the kernels' own exponential. For tests."""
+    return _native.activate(isa, gate, up, activation.kind, activation.alpha, activation.limit)
 
 
 def round_bf16(x: F32, *, isa: str) -> F32:

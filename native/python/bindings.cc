@@ -109,10 +109,29 @@ Numerics numerics_named(const std::string& name) {
   wrong("numerics", "'ktplan' or 'upstream'", "'" + name + "'");
 }
 
-const Layout& layout_for(std::size_t bits) {
+// `group`: inputs that share a scale, 0 where a row does (and for bfloat16, which has none).
+Layout layout_for(std::size_t bits, std::size_t group) {
+  if (group != 0 && (bits != 4 || (group != 32 && group != 64 && group != 128))) {
+    wrong("group", bits == 4 ? "0, 32, 64 or 128" : "0 with " + std::to_string(bits) + " bits", std::to_string(group));
+  }
   if (bits == 8) return kInt8Layout;
-  if (bits == 4) return kInt4Layout;
-  wrong("bits", "8 or 4", std::to_string(bits));
+  if (bits == 4) return group == 0 ? kInt4Layout : grouped(group);
+  if (bits == 16) return kBf16Layout;
+  wrong("bits", "16, 8 or 4", std::to_string(bits));
+}
+
+Activation activation_named(const std::string& name, float alpha, float limit) {
+  Activation activation;
+  using Kind = Activation::Kind;
+  if (name == "silu") activation.kind = Kind::kSilu;
+  else if (name == "gelu") activation.kind = Kind::kGelu;
+  else if (name == "gelu-tanh") activation.kind = Kind::kGeluTanh;
+  else if (name == "swiglu-oai") activation.kind = Kind::kSwigluOai;
+  else wrong("activation", "'silu', 'gelu', 'gelu-tanh' or 'swiglu-oai'", "'" + name + "'");
+  if (!(limit > 0.0f)) wrong("limit", "a number above 0", std::to_string(limit));
+  activation.alpha = alpha;
+  activation.limit = limit;
+  return activation;
 }
 
 int checked_activation_bits(int bits) {
@@ -129,11 +148,13 @@ struct PreparedCall {
 
 class LayerHandle {
  public:
-  LayerHandle(const nb::list& parts, std::size_t hidden, std::size_t bits, std::shared_ptr<Pool> pool,
-              const std::string& isa, int activation_bits, const std::string& numerics)
+  LayerHandle(const nb::list& parts, std::size_t hidden, std::size_t bits, std::size_t group,
+              std::shared_ptr<Pool> pool, const std::string& isa, int activation_bits, const std::string& numerics,
+              const std::string& activation, float alpha, float limit)
       : pool_(std::move(pool)) {
     layer_.kernels = &table_named(isa);
-    layer_.layout = layout_for(bits);
+    layer_.layout = layout_for(bits, group);
+    layer_.activation = activation_named(activation, alpha, limit);
     layer_.hidden = hidden;
     layer_.activation_bits = checked_activation_bits(activation_bits);
     layer_.numerics = numerics_named(numerics);
@@ -240,16 +261,16 @@ class LayerHandle {
     Expert expert;
     if (!packed.is_none()) {
       const std::string where = "parts[" + std::to_string(p) + "][" + std::to_string(e) + "].";
-      const auto six = nb::cast<nb::tuple>(packed);
-      if (six.size() != 6) wrong(where, "six arrays", std::to_string(six.size()));
+      const auto nine = nb::cast<nb::tuple>(packed);
+      if (nine.size() != 9) wrong(where, "nine arrays or None", std::to_string(nine.size()));
       std::size_t& intermediate = layer_.intermediate[p];
       if (intermediate == 0) {
-        intermediate = array_from<Array>(six[1], where + "gate_scale").size();
-        check_width(where + "gate_scale: the intermediate width", intermediate);
+        intermediate = array_from<Array>(nine[0], where + "gate").size() / layer_.layout.row_bytes(layer_.hidden);
+        check_width(where + "gate: the intermediate width", intermediate);
       }
-      expert.gate = projection(six[0], six[1], where + "gate", intermediate, layer_.hidden);
-      expert.up = projection(six[2], six[3], where + "up", intermediate, layer_.hidden);
-      expert.down = projection(six[4], six[5], where + "down", layer_.hidden, intermediate);
+      expert.gate = projection(nine[0], nine[1], nine[6], where + "gate", intermediate, layer_.hidden);
+      expert.up = projection(nine[2], nine[3], nine[7], where + "up", intermediate, layer_.hidden);
+      expert.down = projection(nine[4], nine[5], nine[8], where + "down", layer_.hidden, intermediate);
     }
     if (p != 0 && expert.present() != layer_.at(0, e).present()) {
       wrong("parts[" + std::to_string(p) + "][" + std::to_string(e) + "]", "an expert in every part or in none",
@@ -258,20 +279,37 @@ class LayerHandle {
     layer_.weights.push_back(expert);
   }
 
-  Projection projection(nb::handle bytes, nb::handle scale, const std::string& name, std::size_t n, std::size_t k) {
+  Projection projection(nb::handle bytes, nb::handle scale, nb::handle bias, const std::string& name, std::size_t n,
+                        std::size_t k) {
+    const Layout& layout = layer_.layout;
     Array packed = array_from<Array>(bytes, name);
-    Array scales = array_from<Array>(scale, name + "_scale");
     if (packed.dtype().bits != 8) wrong(name, "int8 or uint8", words(packed.dtype()));
-    if (packed.ndim() != 1 || packed.size() != layer_.layout.packed_bytes(n, k)) {
+    if (packed.ndim() != 1 || packed.size() != layout.packed_bytes(n, k)) {
       wrong(name,
-            "shape [" + std::to_string(layer_.layout.packed_bytes(n, k)) + "] (" + std::to_string(n) + " rows of " +
+            "shape [" + std::to_string(layout.packed_bytes(n, k)) + "] (" + std::to_string(n) + " rows of " +
                 std::to_string(k) + " inputs)",
             shape_of(packed));
     }
-    check(scales, name + "_scale", dtype_code::Float, 32, {n});
-    const Projection p{static_cast<const std::uint8_t*>(packed.data()), static_cast<const float*>(scales.data())};
+    Projection p{static_cast<const std::uint8_t*>(packed.data()), nullptr, nullptr};
     kept_.push_back(std::move(packed));
-    kept_.push_back(std::move(scales));
+    if (layout.bits != 16) {
+      Array scales = array_from<Array>(scale, name + "_scale");
+      if (layout.group == 0) {
+        check(scales, name + "_scale", dtype_code::Float, 32, {n});
+      } else {
+        check(scales, name + "_scale", dtype_code::UInt, 16, {n / kStepRows, k / layout.group, kStepRows});
+      }
+      p.scale = scales.data();
+      kept_.push_back(std::move(scales));
+    } else if (!scale.is_none()) {
+      wrong(name + "_scale", "None with bfloat16 weights", kind_of(scale));
+    }
+    if (!bias.is_none()) {
+      Array biases = array_from<Array>(bias, name + "_bias");
+      check(biases, name + "_bias", dtype_code::Float, 32, {n});
+      p.bias = static_cast<const float*>(biases.data());
+      kept_.push_back(std::move(biases));
+    }
     return p;
   }
 
@@ -346,12 +384,12 @@ struct QuantizedRows {
   std::vector<Row> rows;
 };
 
-QuantizedRows quantized(const KernelTable& table, const Array& x, int bits, Numerics numerics) {
-  const std::size_t k = x.shape(1), stride = table.row_bytes(k, bits);
+QuantizedRows quantized(const FormatKernels& format, const Array& x, int bits, Numerics numerics) {
+  const std::size_t k = x.shape(1), stride = format.row_bytes(k, bits);
   QuantizedRows out{std::vector<std::uint8_t>(stride * x.shape(0)), {}};
   for (std::size_t r = 0; r < x.shape(0); ++r) {
     out.rows.push_back(
-        table.quantize(static_cast<const float*>(x.data()) + r * k, k, bits, numerics, out.bytes.data() + r * stride));
+        format.quantize(static_cast<const float*>(x.data()) + r * k, k, bits, numerics, out.bytes.data() + r * stride));
   }
   return out;
 }
@@ -359,7 +397,7 @@ QuantizedRows quantized(const KernelTable& table, const Array& x, int bits, Nume
 nb::tuple quantize(const std::string& isa, nb::handle array, int bits, const std::string& numerics) {
   const KernelTable& table = table_named(isa);
   const Array x = float_matrix(array, "x", 64);
-  const QuantizedRows q = quantized(table, x, checked_activation_bits(bits), numerics_named(numerics));
+  const QuantizedRows q = quantized(table.int8, x, checked_activation_bits(bits), numerics_named(numerics));
   std::vector<std::int32_t> levels(x.shape(0) * x.shape(1));
   std::vector<float> scales;
   for (std::size_t r = 0; r < q.rows.size(); ++r) {
@@ -370,45 +408,82 @@ nb::tuple quantize(const std::string& isa, nb::handle array, int bits, const std
                         new_array(std::move(scales), {x.shape(0)}));
 }
 
-// The exact integer products of the quantized rows of x with all n columns of a packed projection.
-nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle array, nb::handle packed_array,
-                                          std::size_t n, std::size_t bits, int activation_bits) {
-  const KernelTable& table = table_named(isa);
-  const Layout& layout = layout_for(bits);
-  const Array x = float_matrix(array, "x", layout.k_multiple);
-  const Array packed = array_from<Array>(packed_array, "packed");
+// Quantized rows of x times a packed projection of n columns, a block of a step's columns at a time:
+// use(kernels, weights, rows, first row, step).
+template <typename Use>
+void each_block(const KernelTable& table, const Layout& layout, const Array& x, const Array& packed, const void* scale,
+                std::size_t n, int activation_bits, Use use) {
   const std::size_t k = x.shape(1);
   if (n % kStepRows != 0) wrong("n", "a multiple of 32", std::to_string(n));
   if (packed.size() != layout.packed_bytes(n, k) || packed.dtype().bits != 8) {
     wrong("packed", std::to_string(layout.packed_bytes(n, k)) + " bytes",
           shape_of(packed) + " of " + words(packed.dtype()));
   }
-  const QuantizedRows q = quantized(table, x, checked_activation_bits(activation_bits), Numerics::kKtplan);
-  const ProjectKernels& kernels = table.projections(activation_bits, bits);
-  const std::vector<float> scale(n, 1.0f);
-  std::vector<std::int64_t> out(x.shape(0) * n), block(kernels.max_rows * kStepRows);
+  const FormatKernels& format = table.format(layout);
+  const QuantizedRows q = quantized(format, x, checked_activation_bits(activation_bits), Numerics::kKtplan);
+  const ProjectKernels& kernels = format.projections(activation_bits);
   for (std::size_t step = 0; step < n / kStepRows; ++step) {
     const WeightStep weights =
-        step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale.data(), n, layout.row_bytes(k), step);
+        step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale, n, layout.row_bytes(k), step);
     for (std::size_t first = 0; first < q.rows.size(); first += kernels.max_rows) {
-      const std::size_t count = std::min(kernels.max_rows, q.rows.size() - first);
       std::vector<const Row*> rows;
-      for (std::size_t r = 0; r < count; ++r) rows.push_back(&q.rows[first + r]);
-      kernels.dots(weights, rows.data(), count, block.data());
-      for (std::size_t r = 0; r < count; ++r) {
-        std::copy_n(block.data() + r * kStepRows, kStepRows, out.data() + (first + r) * n + step * kStepRows);
-      }
+      for (std::size_t r = first; r < std::min(first + kernels.max_rows, q.rows.size()); ++r) rows.push_back(&q.rows[r]);
+      use(kernels, weights, rows, first, step);
     }
   }
+}
+
+// The exact integer products of the quantized rows of x with all n columns of a packed projection.
+nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle array, nb::handle packed_array,
+                                          std::size_t n, std::size_t bits, int activation_bits) {
+  if (bits == 16) wrong("bits", "8 or 4", "16");
+  const Layout layout = layout_for(bits, 0);
+  const Array x = float_matrix(array, "x", layout.k_multiple);
+  const Array packed = array_from<Array>(packed_array, "packed");
+  const std::vector<float> scale(n, 1.0f);
+  std::vector<std::int64_t> out(x.shape(0) * n);
+  each_block(table_named(isa), layout, x, packed, scale.data(), n, activation_bits,
+             [&](const ProjectKernels& kernels, const WeightStep& weights, const std::vector<const Row*>& rows,
+                 std::size_t first, std::size_t step) {
+               std::vector<std::int64_t> block(rows.size() * kStepRows);
+               kernels.dots(weights, rows.data(), rows.size(), block.data());
+               for (std::size_t r = 0; r < rows.size(); ++r) {
+                 std::copy_n(block.data() + r * kStepRows, kStepRows, out.data() + (first + r) * n + step * kStepRows);
+               }
+             });
   return new_array(std::move(out), {x.shape(0), n});
 }
 
-nb::ndarray<nb::numpy, float> swiglu(const std::string& isa, nb::handle gate_array, nb::handle up_array) {
+// x times a packed projection of n columns, as the layer computes it.
+nb::ndarray<nb::numpy, float> project(const std::string& isa, nb::handle array, nb::handle packed_array,
+                                      nb::handle scale_array, std::size_t n, std::size_t bits, std::size_t group,
+                                      int activation_bits) {
+  const Layout layout = layout_for(bits, group);
+  const Array x = float_matrix(array, "x", layout.k_multiple);
+  const Array packed = array_from<Array>(packed_array, "packed");
+  Array scale;
+  if (bits != 16) {
+    scale = array_from<Array>(scale_array, "scale");
+    if (group == 0) check(scale, "scale", dtype_code::Float, 32, {n});
+    else check(scale, "scale", dtype_code::UInt, 16, {n / kStepRows, x.shape(1) / group, kStepRows});
+  }
+  std::vector<float> out(x.shape(0) * n);
+  each_block(table_named(isa), layout, x, packed, bits == 16 ? nullptr : scale.data(), n, activation_bits,
+             [&](const ProjectKernels& kernels, const WeightStep& weights, const std::vector<const Row*>& rows,
+                 std::size_t first, std::size_t step) {
+               kernels.project(weights, rows.data(), rows.size(), Ahead{}, out.data() + first * n + step * kStepRows, n);
+             });
+  return new_array(std::move(out), {x.shape(0), n});
+}
+
+nb::ndarray<nb::numpy, float> activate(const std::string& isa, nb::handle gate_array, nb::handle up_array,
+                                       const std::string& activation, float alpha, float limit) {
   const KernelTable& table = table_named(isa);
   const Array gate = float_matrix(gate_array, "gate", 16), up = float_matrix(up_array, "up", 16);
   check(up, "up", dtype_code::Float, 32, {gate.shape(0), gate.shape(1)});
   std::vector<float> out(gate.size());
-  table.swiglu(static_cast<const float*>(gate.data()), static_cast<const float*>(up.data()), out.data(), out.size());
+  table.activate(activation_named(activation, alpha, limit), static_cast<const float*>(gate.data()),
+                 static_cast<const float*>(up.data()), out.data(), out.size());
   return new_array(std::move(out), {gate.shape(0), gate.shape(1)});
 }
 
@@ -421,9 +496,9 @@ nb::ndarray<nb::numpy, float> round_bf16(const std::string& isa, nb::handle arra
   return new_array(std::move(out), {x.shape(0), x.shape(1)});
 }
 
-std::vector<std::tuple<std::string, std::string, std::string>> tables() {
-  std::vector<std::tuple<std::string, std::string, std::string>> out;
-  for (const Candidate& c : candidates()) out.emplace_back(c.table->name, c.table->words, c.missing);
+std::vector<std::tuple<std::string, std::string, std::string, std::string>> tables() {
+  std::vector<std::tuple<std::string, std::string, std::string, std::string>> out;
+  for (const Candidate& c : candidates()) out.emplace_back(c.table->name, c.table->words, c.missing, c.table->bf16_words);
   return out;
 }
 
@@ -507,7 +582,10 @@ NB_MODULE(_native, m) {
   m.def("quantize", &quantize, nb::arg("isa"), nb::arg("x"), nb::arg("bits"), nb::arg("numerics"));
   m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"),
         nb::arg("activation_bits"));
-  m.def("swiglu", &swiglu, nb::arg("isa"), nb::arg("gate"), nb::arg("up"));
+  m.def("project", &project, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("scale").none(), nb::arg("n"),
+        nb::arg("bits"), nb::arg("group"), nb::arg("activation_bits"));
+  m.def("activate", &activate, nb::arg("isa"), nb::arg("gate"), nb::arg("up"), nb::arg("activation"), nb::arg("alpha"),
+        nb::arg("limit"));
   m.def("pack_weights", &pack_weights, nb::arg("isa"), nb::arg("pool"), nb::arg("tasks"), nb::arg("bits"), nb::arg("rounding"),
         nb::arg("multipliers"));
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
@@ -525,10 +603,10 @@ NB_MODULE(_native, m) {
   nb::class_<Job>(m, "Job").def("wait", &Job::wait).def_prop_ro("done", &Job::done);
 
   nb::class_<LayerHandle>(m, "Layer")
-      .def(nb::init<const nb::list&, std::size_t, std::size_t, std::shared_ptr<Pool>, const std::string&, int,
-                    const std::string&>(),
-           nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("pool"), nb::arg("isa"),
-           nb::arg("activation_bits"), nb::arg("numerics"))
+      .def(nb::init<const nb::list&, std::size_t, std::size_t, std::size_t, std::shared_ptr<Pool>, const std::string&,
+                    int, const std::string&, const std::string&, float, float>(),
+           nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("group"), nb::arg("pool"), nb::arg("isa"),
+           nb::arg("activation_bits"), nb::arg("numerics"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"))
       .def("forward", &LayerHandle::run, nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
            nb::arg("out"))
       .def(

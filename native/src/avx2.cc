@@ -10,6 +10,7 @@
 
 #include "ktplan/kernels.h"
 #include "ktplan/numerics.h"
+#include "activation.h"
 #include "ktplan/tables.h"
 
 namespace ktplan::avx2 {
@@ -201,34 +202,26 @@ void dots(const WeightStep& step, const Row* const* rows, std::size_t count, std
   for (std::size_t i = 0; i < count * kStepRows; ++i) out[i] = static_cast<std::int64_t>(totals[i]);
 }
 
-[[gnu::always_inline]] inline __m256 exponential(__m256 x) {
-  x = _mm256_min_ps(_mm256_set1_ps(kExpHigh), x);  // min and max return the second operand when one is NaN
-  x = _mm256_max_ps(_mm256_set1_ps(kExpLow), x);
-  const __m256 magic = _mm256_set1_ps(kMagic);
-  const __m256 t = _mm256_fmadd_ps(x, _mm256_set1_ps(kLog2e), magic);
-  const __m256 n = _mm256_sub_ps(t, magic);
-  __m256 r = _mm256_fmadd_ps(n, _mm256_set1_ps(-kLn2High), x);
-  r = _mm256_fmadd_ps(n, _mm256_set1_ps(-kLn2Low), r);
-  __m256 p = _mm256_set1_ps(kP0);
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kP1));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kP2));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kP3));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kP4));
-  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(kP5));
-  p = _mm256_fmadd_ps(p, _mm256_mul_ps(r, r), r);
-  p = _mm256_add_ps(p, _mm256_set1_ps(1.0f));
-  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(p, _mm256_castsi256_ps(power));
-}
-
-void swiglu(const float* gate, const float* up, float* out, std::size_t n) noexcept {
-  const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
-  for (std::size_t i = 0; i < n; i += 8) {
-    const __m256 g = _mm256_loadu_ps(gate + i);
-    const __m256 silu = _mm256_div_ps(g, _mm256_add_ps(one, exponential(_mm256_xor_ps(g, sign))));
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(silu, _mm256_loadu_ps(up + i)));
+struct Floats {
+  using F = __m256;
+  static constexpr std::size_t kLanes = 8;
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static F set(float x) { return _mm256_set1_ps(x); }
+  static F add(F a, F b) { return _mm256_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm256_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm256_min_ps(a, b); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static F negate(F x) { return _mm256_xor_ps(x, set(-0.0f)); }
+  static F magnitude(F x) { return _mm256_andnot_ps(set(-0.0f), x); }
+  static F negative_or(F x, F a, F b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_LT_OQ)); }
+  static F power(F t) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127)), 23));
   }
-}
+};
 
 void round_bf16(float* x, std::size_t n) noexcept {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), infinity = _mm256_set1_epi32(0x7f800000);
@@ -279,22 +272,26 @@ std::uint64_t read(const void* bytes, std::size_t n) noexcept {
   return result;
 }
 
-constexpr ProjectKernels kWeight8{.project = project<8>, .dots = dots<8>, .max_rows = kMaxRows};
-constexpr ProjectKernels kWeight4{.project = project<4>, .dots = dots<4>, .max_rows = kMaxRows};
+template <std::size_t kBits>
+constexpr FormatKernels kRows{.row_bytes = row_bytes,
+                              .quantize = quantize,
+                              .a8 = {.project = project<kBits>, .dots = dots<kBits>, .max_rows = kMaxRows},
+                              .a16 = {.project = project<kBits>, .dots = dots<kBits>, .max_rows = kMaxRows}};
 
 }  // namespace
 
 const KernelTable kTable{
     .name = "avx2",
     .words = "AVX2",
-    .row_bytes = row_bytes,
-    .quantize = quantize,
+    .bf16_words = "AVX2",
+    .int8 = kRows<8>,
+    .int4 = kRows<4>,
+    .int4_g32 = {},
+    .int4_g64 = {},
+    .int4_g128 = {},
+    .bf16 = {},
     .levels = levels,
-    .a8_w8 = kWeight8,
-    .a8_w4 = kWeight4,
-    .a16_w8 = kWeight8,
-    .a16_w4 = kWeight4,
-    .swiglu = swiglu,
+    .activate = Activating<Floats>::activate,
     .round_bf16 = round_bf16,
     .widen_bf16 = widen_bf16,
     .accumulate = accumulate,

@@ -16,6 +16,7 @@
 
 #include "ktplan/kernels.h"
 #include "ktplan/numerics.h"
+#include "activation.h"
 #include "ktplan/tables.h"
 
 #define INLINE __attribute__((always_inline))  // also for lambdas, which take no other spelling
@@ -265,36 +266,28 @@ void dots(const WeightStep& step, const Row* const* rows, std::size_t count, std
   }
 }
 
-[[gnu::always_inline]] inline __m512 exponential(__m512 x) {
-  x = _mm512_min_ps(_mm512_set1_ps(kExpHigh), x);  // min and max return the second operand when one is NaN
-  x = _mm512_max_ps(_mm512_set1_ps(kExpLow), x);
-  const __m512 magic = _mm512_set1_ps(kMagic);
-  const __m512 t = _mm512_fmadd_ps(x, _mm512_set1_ps(kLog2e), magic);
-  const __m512 n = _mm512_sub_ps(t, magic);
-  __m512 r = _mm512_fmadd_ps(n, _mm512_set1_ps(-kLn2High), x);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(-kLn2Low), r);
-  __m512 p = _mm512_set1_ps(kP0);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP1));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP2));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP3));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP4));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kP5));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r);
-  p = _mm512_add_ps(p, _mm512_set1_ps(1.0f));
-  const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(t), _mm512_set1_epi32(127)), 23);
-  return _mm512_mul_ps(p, _mm512_castsi512_ps(power));
-}
-
-void swiglu(const float* gate, const float* up, float* out, std::size_t n) noexcept {
-  const __m512 one = _mm512_set1_ps(1.0f);
-  const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-  for (std::size_t i = 0; i < n; i += 16) {
-    const __m512 g = _mm512_loadu_ps(gate + i);
-    const __m512 minus = _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(g), sign));
-    const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(one, exponential(minus)));
-    _mm512_storeu_ps(out + i, _mm512_mul_ps(silu, _mm512_loadu_ps(up + i)));
+struct Floats {
+  using F = __m512;
+  static constexpr std::size_t kLanes = 16;
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F negate(F x) { return _mm512_xor_ps(x, set(-0.0f)); }
+  static F magnitude(F x) { return _mm512_andnot_ps(set(-0.0f), x); }
+  static F negative_or(F x, F a, F b) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), b, a);
   }
-}
+  static F power(F t) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(t), _mm512_set1_epi32(127)), 23));
+  }
+};
 
 void round_bf16(float* x, std::size_t n) noexcept {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), infinity = _mm512_set1_epi32(0x7f800000);
@@ -353,19 +346,24 @@ template <int kPlanes, std::size_t kBits>
 constexpr ProjectKernels kKernels{
     .project = project<kPlanes, kBits>, .dots = dots<kPlanes, kBits>, .max_rows = kMaxRows<kPlanes>};
 
+template <std::size_t kBits>
+constexpr FormatKernels kRows{
+    .row_bytes = row_bytes, .quantize = quantize, .a8 = kKernels<1, kBits>, .a16 = kKernels<2, kBits>};
+
 }  // namespace
 
 const KernelTable kTable{
     .name = "avx512-vnni",
     .words = "AVX-512 VNNI",
-    .row_bytes = row_bytes,
-    .quantize = quantize,
+    .bf16_words = "AVX-512",
+    .int8 = kRows<8>,
+    .int4 = kRows<4>,
+    .int4_g32 = {},
+    .int4_g64 = {},
+    .int4_g128 = {},
+    .bf16 = {},
     .levels = levels,
-    .a8_w8 = kKernels<1, 8>,
-    .a8_w4 = kKernels<1, 4>,
-    .a16_w8 = kKernels<2, 8>,
-    .a16_w4 = kKernels<2, 4>,
-    .swiglu = swiglu,
+    .activate = Activating<Floats>::activate,
     .round_bf16 = round_bf16,
     .widen_bf16 = widen_bf16,
     .accumulate = accumulate,

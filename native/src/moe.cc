@@ -62,7 +62,8 @@ class Pass {
         call_(call),
         threads_(static_cast<std::size_t>(pool.threads())),
         homes_(pool.groups()),
-        kernels_(layer.kernels->projections(layer.activation_bits, layer.layout.bits)),
+        format_(layer.kernels->format(layer.layout)),
+        kernels_(format_.projections(layer.activation_bits)),
         upstream_(layer.numerics == Numerics::kUpstream) {
     group_routes();
   }
@@ -86,6 +87,8 @@ class Pass {
   std::size_t inputs(const Group& group, bool down) const;
 
   void quantize_tokens(std::uint32_t item) noexcept;
+  void add_bias(const Projection& projection, std::size_t step, float* rows, std::size_t stride,
+                std::size_t count) const noexcept;
   void gate_up(const Item& item) noexcept;
   void quantize_products(std::uint32_t item) noexcept;
   void down(const Columns& columns, const Item& item) noexcept;
@@ -100,6 +103,7 @@ class Pass {
   const Layer& layer_;
   const Call call_;
   const std::size_t threads_, homes_;
+  const FormatKernels& format_;
   const ProjectKernels& kernels_;
   const bool upstream_;
 
@@ -164,9 +168,10 @@ std::size_t Pass::step_count(const Group& group, bool down) const {
 // or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time).
 Items Pass::cut(bool down, std::size_t step_begin, std::size_t step_end) const {
   const std::size_t planes = layer_.activation_bits / 8, matrices = down ? 1 : 2;
+  const std::size_t slowness = layer_.layout.bits == 16 ? 2 : 1;  // an instruction takes half as many bfloat16 inputs
   const auto cost = [&](const Group& group, std::size_t rows) {
     const std::size_t k = inputs(group, down);
-    return matrices * std::max(layer_.layout.row_bytes(k) * kStepRows / 4, rows * planes * k / 2) + 200;
+    return matrices * std::max(layer_.layout.row_bytes(k) * kStepRows / 4, rows * planes * k * slowness / 2) + 200;
   };
   const auto chunks = [](const Group& group) { return (group.count + kChunkRows - 1) / kChunkRows; };
   std::size_t total = 0;
@@ -207,11 +212,11 @@ std::size_t Pass::scratch_bytes() {
   token_pieces_ = std::min(call_.tokens, threads_ * 4);
   route_pieces_ = std::min(routes(), threads_ * 4);
   // rows at multiples of 4 KB would share the same few cache sets
-  token_stride_ = aligned(layer_.kernels->row_bytes(layer_.hidden, layer_.activation_bits)) + 64;
+  token_stride_ = aligned(format_.row_bytes(layer_.hidden, layer_.activation_bits)) + 64;
   std::size_t bytes = aligned(call_.tokens * sizeof(Row)) + call_.tokens * token_stride_;
   if (call_.bfloat16) bytes += aligned(token_pieces_ * layer_.hidden * sizeof(float));
   for (std::size_t part = 0; part < parts; ++part) {
-    product_stride_.push_back(aligned(layer_.kernels->row_bytes(layer_.intermediate[part], layer_.activation_bits)) +
+    product_stride_.push_back(aligned(format_.row_bytes(layer_.intermediate[part], layer_.activation_bits)) +
                               64);
     bytes += aligned(routes() * sizeof(Row)) + routes() * product_stride_[part];
     bytes += aligned(routes() * layer_.intermediate[part] * sizeof(float));
@@ -254,8 +259,16 @@ void Pass::quantize_tokens(std::uint32_t item) noexcept {
                                  layer_.hidden);
       x = wide;
     }
-    token_rows_[t] = layer_.kernels->quantize(x, layer_.hidden, layer_.activation_bits, layer_.numerics,
+    token_rows_[t] = format_.quantize(x, layer_.hidden, layer_.activation_bits, layer_.numerics,
                                               token_bytes_ + t * token_stride_);
+  }
+}
+
+void Pass::add_bias(const Projection& projection, std::size_t step, float* rows, std::size_t stride,
+                    std::size_t count) const noexcept {
+  if (projection.bias == nullptr) return;
+  for (std::size_t r = 0; r < count; ++r) {
+    layer_.kernels->add(rows + r * stride, projection.bias + step * kStepRows, kStepRows);
   }
 }
 
@@ -283,11 +296,13 @@ void Pass::gate_up(const Item& item) noexcept {
       const Range range = share(count, pieces, b);
       const std::size_t values = (range.end - range.begin) * kStepRows;
       kernels_.project(ups, rows + range.begin, range.end - range.begin, ahead(after_ups, pieces, b), up, kStepRows);
+      add_bias(expert.gate, step, gate + range.begin * kStepRows, kStepRows, range.end - range.begin);
+      add_bias(expert.up, step, up, kStepRows, range.end - range.begin);
       if (upstream_) {
         table.round_bf16(gate + range.begin * kStepRows, values);
         table.round_bf16(up, values);
       }
-      table.swiglu(gate + range.begin * kStepRows, up, up, values);
+      table.activate(layer_.activation, gate + range.begin * kStepRows, up, up, values);
       if (upstream_) table.round_bf16(up, values);
       for (std::size_t i = range.begin; i < range.end; ++i) {
         std::memcpy(product(group.part, first + i) + step * kStepRows, up + (i - range.begin) * kStepRows,
@@ -302,7 +317,7 @@ void Pass::quantize_products(std::uint32_t item) noexcept {
   for (std::size_t part = 0; part < products_.size(); ++part) {
     for (std::size_t route = range.begin; route < range.end; ++route) {
       product_rows_[part][route] =
-          layer_.kernels->quantize(product(part, route), layer_.intermediate[part], layer_.activation_bits,
+          format_.quantize(product(part, route), layer_.intermediate[part], layer_.activation_bits,
                                    layer_.numerics, product_bytes_[part] + route * product_stride_[part]);
     }
   }
@@ -326,6 +341,7 @@ void Pass::down(const Columns& columns, const Item& item) noexcept {
       const Range range = share(count, pieces, b);
       kernels_.project(weights, rows + range.begin, range.end - range.begin, ahead(after, pieces, b),
                        out + range.begin * column_width_, column_width_);
+      add_bias(expert.down, step, out + range.begin * column_width_, column_width_, range.end - range.begin);
       for (std::size_t i = range.begin; upstream_ && i < range.end; ++i) {
         layer_.kernels->round_bf16(out + i * column_width_, kStepRows);
       }
@@ -400,7 +416,7 @@ void Pass::run(Pool& pool) {
 std::size_t batch_tokens(const Layer& layer, const Call& call) {
   std::size_t route = 0;
   for (const std::size_t intermediate : layer.intermediate) {
-    route += intermediate * sizeof(float) + layer.kernels->row_bytes(intermediate, layer.activation_bits) +
+    route += intermediate * sizeof(float) + layer.kernels->format(layer.layout).row_bytes(intermediate, layer.activation_bits) +
              128 * sizeof(float) + 128;
   }
   const std::size_t token = call.choices * route + 2 * layer.hidden + 128;

@@ -9,6 +9,7 @@
 
 #include "ktplan/kernels.h"
 #include "ktplan/numerics.h"
+#include "activation.h"
 #include "ktplan/tables.h"
 
 namespace ktplan::scalar {
@@ -98,29 +99,25 @@ void project(const WeightStep& step, const Row* const* rows, std::size_t count, 
   }
 }
 
-float exponential(float x) {
-  x = x > kExpHigh ? kExpHigh : x;  // comparisons that let NaN through
-  x = x < kExpLow ? kExpLow : x;
-  const float t = std::fma(x, kLog2e, kMagic);
-  const float n = t - kMagic;
-  float r = std::fma(n, -kLn2High, x);
-  r = std::fma(n, -kLn2Low, r);
-  float p = kP0;
-  p = std::fma(p, r, kP1);
-  p = std::fma(p, r, kP2);
-  p = std::fma(p, r, kP3);
-  p = std::fma(p, r, kP4);
-  p = std::fma(p, r, kP5);
-  p = std::fma(p, r * r, r);
-  p = p + 1.0f;
+struct Scalars {
+  using F = float;
+  static constexpr std::size_t kLanes = 1;
+  static F load(const float* p) { return *p; }
+  static void store(float* p, F x) { *p = x; }
+  static F set(float x) { return x; }
+  static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
+  static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
+  static F fma(F a, F b, F c) { return std::fma(a, b, c); }
+  static F min(F a, F b) { return a < b ? a : b; }
+  static F max(F a, F b) { return a > b ? a : b; }
+  static F negate(F x) { return -x; }
+  static F magnitude(F x) { return std::fabs(x); }
+  static F negative_or(F x, F a, F b) { return x < 0.0f ? a : b; }
   // t's low bits hold n; NaN gives some power of two, and NaN times it stays NaN
-  const std::uint32_t power = (std::bit_cast<std::uint32_t>(t) + 127u) << 23;
-  return p * std::bit_cast<float>(power);
-}
-
-void swiglu(const float* gate, const float* up, float* out, std::size_t n) noexcept {
-  for (std::size_t i = 0; i < n; ++i) out[i] = (gate[i] / (1.0f + exponential(-gate[i]))) * up[i];
-}
+  static F power(F t) { return std::bit_cast<float>((std::bit_cast<std::uint32_t>(t) + 127u) << 23); }
+};
 
 void round_bf16(float* x, std::size_t n) noexcept {
   for (std::size_t i = 0; i < n; ++i) {
@@ -153,22 +150,115 @@ std::uint64_t read(const void* bytes, std::size_t n) noexcept {
   return all;
 }
 
-constexpr ProjectKernels kWeight8{.project = project<8>, .dots = dots<8>, .max_rows = 8};
-constexpr ProjectKernels kWeight4{.project = project<4>, .dots = dots<4>, .max_rows = 8};
+// --- group-wise int4 ---
+
+// The exact dot product of one row with 32 columns over one group, levels of 16 n.
+template <std::size_t kGroup>
+void dot_group(const std::uint8_t* step, const Row& row, std::size_t input, std::int32_t* out) {
+  for (std::size_t column = 0; column < kStepRows; ++column) {
+    const std::uint8_t* tile = step + column / kTileRows * kTileBytes + column % kTileRows * 4;
+    std::int32_t sum = 0;
+    for (std::size_t i = input; i < input + kGroup; ++i) {
+      const std::size_t j = i % 64;
+      const std::uint8_t byte = tile[j / 4 * 64 + j % 4];
+      sum += level_at(row, i) * static_cast<std::int8_t>(i % 128 < 64 ? byte << 4 : byte & 0xf0);
+    }
+    out[column] = sum;
+  }
+}
+
+template <std::size_t kGroup>
+void project_groups(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead&, float* out,
+                    std::size_t stride) noexcept {
+  for (std::size_t r = 0; r < count; ++r) {
+    float sums[kStepRows] = {};
+    std::size_t input = 0;
+    const std::uint16_t* scale = step.group_scale;
+    for (std::size_t kb = 0; kb * kInt4Layout.block_bytes < step.row_bytes; ++kb) {
+      const Segment segment = segment_at(step, kInt4Layout.block_bytes, kb);
+      for (std::size_t done = 0; done < segment.row_bytes; done += kStepBytes) {
+        for (const std::size_t end = input + 128; input < end; input += kGroup, scale += kStepRows) {
+          std::int32_t dots[kStepRows];
+          dot_group<kGroup>(segment.bytes + done * kStepRows, *rows[r], input, dots);
+          for (std::size_t c = 0; c < kStepRows; ++c) {
+            const float width = std::bit_cast<float>(std::uint32_t{scale[c]} << 16) * 0.0625f;
+            sums[c] = std::fma(static_cast<float>(dots[c]), width, sums[c]);
+          }
+        }
+      }
+    }
+    for (std::size_t c = 0; c < kStepRows; ++c) out[r * stride + c] = rows[r]->scale * sums[c];
+  }
+}
+
+// --- bfloat16: a row is float32 values; with 8 bits they are rounded to bfloat16 ---
+
+std::size_t row_bytes_bf16(std::size_t k, int) noexcept { return 4 * k; }
+
+Row encode_bf16(const float* x, std::size_t k, int bits, Numerics, std::uint8_t* bytes) noexcept {
+  Row row{.bytes = bytes, .scale = 1.0f, .sums = {0, 0}};
+  auto* values = reinterpret_cast<float*>(bytes);
+  std::memcpy(values, x, k * sizeof *x);
+  if (bits == 8) round_bf16(values, k);
+  for (std::size_t i = 0; i < k; ++i) {
+    if (!std::isfinite(x[i])) row.scale = std::numeric_limits<float>::quiet_NaN();
+  }
+  return row;
+}
+
+void project_bf16(const WeightStep& step, const Row* const* rows, std::size_t count, const Ahead&, float* out,
+                  std::size_t stride) noexcept {
+  for (std::size_t r = 0; r < count; ++r) {
+    const auto* x = reinterpret_cast<const float*>(rows[r]->bytes);
+    float sums[kStepRows] = {};
+    for (std::size_t kb = 0; kb * kBf16Layout.block_bytes < step.row_bytes; ++kb) {
+      const Segment segment = segment_at(step, kBf16Layout.block_bytes, kb);
+      for (std::size_t done = 0; done < segment.row_bytes; done += kStepBytes, x += 32) {
+        for (std::size_t c = 0; c < kStepRows; ++c) {
+          const std::uint8_t* tile = segment.bytes + done * kStepRows + c / kTileRows * kTileBytes + c % kTileRows * 4;
+          for (std::size_t i = 0; i < 32; ++i) {
+            std::uint16_t weight;
+            std::memcpy(&weight, tile + i / 2 * 64 + i % 2 * 2, 2);
+            sums[c] = std::fma(std::bit_cast<float>(std::uint32_t{weight} << 16), x[i], sums[c]);
+          }
+        }
+      }
+    }
+    for (std::size_t c = 0; c < kStepRows; ++c) out[r * stride + c] = rows[r]->scale * sums[c];
+  }
+}
+
+template <std::size_t kBits>
+constexpr FormatKernels kRows{.row_bytes = row_bytes,
+                              .quantize = quantize,
+                              .a8 = {.project = project<kBits>, .dots = dots<kBits>, .max_rows = 8},
+                              .a16 = {.project = project<kBits>, .dots = dots<kBits>, .max_rows = 8}};
+
+template <std::size_t kGroup>
+constexpr FormatKernels kGroups{.row_bytes = row_bytes,
+                                .quantize = quantize,
+                                .a8 = {.project = project_groups<kGroup>, .dots = nullptr, .max_rows = 8},
+                                .a16 = {.project = project_groups<kGroup>, .dots = nullptr, .max_rows = 8}};
+
+constexpr FormatKernels kBf16{.row_bytes = row_bytes_bf16,
+                              .quantize = encode_bf16,
+                              .a8 = {.project = project_bf16, .dots = nullptr, .max_rows = 8},
+                              .a16 = {.project = project_bf16, .dots = nullptr, .max_rows = 8}};
 
 }  // namespace
 
 const KernelTable kTable{
     .name = "scalar",
     .words = "plain C++",
-    .row_bytes = row_bytes,
-    .quantize = quantize,
+    .bf16_words = "plain C++",
+    .int8 = kRows<8>,
+    .int4 = kRows<4>,
+    .int4_g32 = kGroups<32>,
+    .int4_g64 = kGroups<64>,
+    .int4_g128 = kGroups<128>,
+    .bf16 = kBf16,
     .levels = levels,
-    .a8_w8 = kWeight8,
-    .a8_w4 = kWeight4,
-    .a16_w8 = kWeight8,
-    .a16_w4 = kWeight4,
-    .swiglu = swiglu,
+    .activate = Activating<Scalars>::activate,
     .round_bf16 = round_bf16,
     .widen_bf16 = widen_bf16,
     .accumulate = accumulate,

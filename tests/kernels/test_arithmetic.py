@@ -29,16 +29,16 @@ def same_bits_or_nan(a: np.ndarray, b: np.ndarray) -> None:
 @given(gate=st.lists(patterns, min_size=32, max_size=32), up=st.lists(patterns, min_size=32, max_size=32))
 def test_swiglu_is_the_same_bits_for_any_floats(gate: list[int], up: list[int]) -> None:
     """NaN, infinities, denormals and both zeros included."""
-    reference = kernels.swiglu(floats(gate), floats(up), isa="scalar")
+    reference = kernels.activate(floats(gate), floats(up), isa="scalar")
     for isa in ISAS:
-        same_bits_or_nan(kernels.swiglu(floats(gate), floats(up), isa=isa), reference)
+        same_bits_or_nan(kernels.activate(floats(gate), floats(up), isa=isa), reference)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_swiglu_is_accurate_over_the_whole_range(isa: str) -> None:
     gate = np.linspace(-86, 87, 16 * 4096, dtype=np.float32)[None]
     exact = gate.astype(np.float64) / (1 + np.exp(-gate.astype(np.float64)))
-    ours = kernels.swiglu(gate, np.ones_like(gate), isa=isa)
+    ours = kernels.activate(gate, np.ones_like(gate), isa=isa)
     np.testing.assert_allclose(ours, exact, rtol=4e-7)
 
 
@@ -46,7 +46,7 @@ def test_swiglu_is_accurate_over_the_whole_range(isa: str) -> None:
 def test_swiglu_far_out_is_the_gate_or_nothing(isa: str) -> None:
     gate = np.zeros((1, 16), np.float32)
     gate[0, :5] = [200, -200, np.inf, 3e38, -3e38]
-    ours = kernels.swiglu(gate, np.ones_like(gate), isa=isa)
+    ours = kernels.activate(gate, np.ones_like(gate), isa=isa)
     assert ours[0, 0] == 200 and ours[0, 2] == np.inf and ours[0, 3] == np.float32(3e38)
     assert abs(ours[0, 1]) < 1e-35 and abs(ours[0, 4]) < 10
 

@@ -1,6 +1,6 @@
 // The experts of one layer and their forward pass.
 //
-//   for each token t, in the order of its choices j:  y[t] += weight[t, j] * down(silu(gate(x)) * up(x))  of expert
+//   for each token t, in the order of its choices j:  y[t] += weight[t, j] * down(activate(gate(x), up(x)))  of expert
 //   id[t, j]
 //
 // Tokens are grouped by expert. A token is quantized once; gate and up of the same columns are computed together; the
@@ -19,7 +19,8 @@ namespace ktplan {
 
 struct Projection {
   const std::uint8_t* bytes = nullptr;
-  const float* scale = nullptr;
+  const void* scale = nullptr;   // float32 or bfloat16, see layout.h; null for bfloat16 weights
+  const float* bias = nullptr;   // one a row, or null
 };
 
 struct Expert {
@@ -36,6 +37,7 @@ struct Layer {
   std::vector<Expert> weights;  // [part][expert]
   int activation_bits;
   Numerics numerics;
+  Activation activation;
 
   const Expert& at(std::size_t part, std::size_t expert) const { return weights[part * experts + expert]; }
 };
