@@ -208,8 +208,8 @@ class PackedExpert(NamedTuple):
     """One expert's projections in tile order (1-D int8 or uint8), their scales and biases.
 
     Rows are outputs: gate and up have `intermediate` rows of `hidden` inputs, down the other way round.
-    Scales: float32 [N], one a row; with groups bfloat16 bit patterns, uint16 [N / 32, K / group, 32]; None with bfloat16
-    weights. Biases: float32 [N]; None where the model has none.
+    Scales: float32 [N], one a row; with groups bfloat16 bit patterns, uint16 [N / 32, K / group, 32]; None with
+    bfloat16 weights. Biases: float32 [N]; None where the model has none.
     """
 
     gate: npt.NDArray[Any]
@@ -261,9 +261,9 @@ class ExpertLayer:
 
     `parts[p][e]` is part p of expert e, None for an expert that is not on this device: tokens routed to it get no
     contribution. `intermediate` is the sum over the parts. `bits`: 8, 4, or 16 for bfloat16 weights; `group`: with 4
-    bits the inputs that share a scale (32, 64, 128), None where a whole row does. `activation_bits`: 16 keeps activations as good as bf16 and
-    better; 8 is faster with many tokens and what kt-kernel does. `numerics="upstream"` (with 8 bits) also rounds to
-    bfloat16 where kt-kernel does, to compare with it.
+    bits the inputs that share a scale (32, 64, 128), None where a whole row does. `activation_bits`: 16 keeps
+    activations as good as bf16 and better; 8 is faster with many tokens and what kt-kernel does.
+    `numerics="upstream"` (with 8 bits) also rounds to bfloat16 where kt-kernel does, to compare with it.
 
     Outputs are the same bits for every thread count and batch, and with 8 and 4 bits for every instruction set;
     bfloat16 products are summed in each instruction set's own order.

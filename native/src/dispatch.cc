@@ -35,12 +35,23 @@ std::string lacking_avx2(const CpuFeatures& f) {
 }
 #endif
 
+#if defined(__x86_64__)
+// The table, with vdpbf16ps where the processor has it. The copy lives as long as the process.
+const KernelTable* with_bf16(const KernelTable& table, const CpuFeatures& features) {
+  if (!features.avx512bf16) return &table;
+  auto* better = new KernelTable(table);
+  better->bf16 = avx512::kBf16Pairs;
+  better->bf16_words = "AVX-512 BF16";
+  return better;
+}
+#endif
+
 std::vector<Candidate> list() {
   std::vector<Candidate> all;
 #if defined(__x86_64__)
   const CpuFeatures features = CpuFeatures::detect();
   // amx-int8 goes here: it also needs the kernel's permission for tile data (arch_prctl), asked once for the process
-  all.push_back({&avx512_vnni::kTable, lacking_avx512_vnni(features)});
+  all.push_back({with_bf16(avx512_vnni::kTable, features), lacking_avx512_vnni(features)});
   // avx512 (no VNNI) and avx-vnni go here
   all.push_back({&avx2::kTable, lacking_avx2(features)});
 #endif

@@ -41,7 +41,10 @@ CpuFeatures CpuFeatures::detect() {
     f.amx_tile = (d >> 24 & 1) != 0;
     f.amx_int8 = (d >> 25 & 1) != 0;
   }
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) f.avx_vnni = (a >> 4 & 1) != 0;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    f.avx_vnni = (a >> 4 & 1) != 0;
+    f.avx512bf16 = (a >> 5 & 1) != 0;
+  }
   return f;
 }
 #else
@@ -61,6 +64,7 @@ std::vector<std::string> CpuFeatures::names() const {
   note(avx512dq && os_zmm, "avx512dq");
   note(avx512vl && os_zmm, "avx512vl");
   note(avx512vnni && os_zmm, "avx512_vnni");
+  note(avx512bf16 && os_zmm, "avx512_bf16");
   note(amx_tile && os_tiles, "amx_tile");
   note(amx_int8 && os_tiles, "amx_int8");
   return out;

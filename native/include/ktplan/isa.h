@@ -12,7 +12,8 @@ namespace ktplan {
 // Features the kernels ask for, as CPUID reports them *and* the operating system allows (XCR0).
 struct CpuFeatures {
   bool avx2 = false, fma = false;                                                                  // 256-bit registers
-  bool avx512f = false, avx512bw = false, avx512dq = false, avx512vl = false, avx512vnni = false;  // 512-bit registers
+  bool avx512f = false, avx512bw = false, avx512dq = false, avx512vl = false;  // 512-bit registers
+  bool avx512vnni = false, avx512bf16 = false;
   bool avx_vnni = false;  // 256-bit dot products
   bool amx_tile = false, amx_int8 = false;
   bool os_ymm = false, os_zmm = false, os_tiles = false;

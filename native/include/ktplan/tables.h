@@ -10,7 +10,12 @@ extern const KernelTable kTable;
 namespace ktplan::avx2 {
 extern const KernelTable kTable;
 }
+namespace ktplan::avx512 {
+extern const FormatKernels kBf16;       // float32 arithmetic
+extern const FormatKernels kBf16Pairs;  // vdpbf16ps; needs avx512_bf16
+}
 namespace ktplan::avx512_vnni {
 extern const KernelTable kTable;
+extern const FormatKernels kGroups32, kGroups64, kGroups128;
 }
 #endif
