@@ -91,6 +91,27 @@ def cpu_features() -> list[str]:
     return _native.cpu_features()
 
 
+class Limit(NamedTuple):
+    """A loop of one instruction in registers: its name, its numbers ("int8", "bf16", "fp32"), what it lacks here."""
+
+    name: str
+    kind: str
+    missing: str
+
+
+def limits() -> list[Limit]:
+    """Every loop of this build; those with nothing missing run here."""
+    return [Limit(*one) for one in _native.limits()]
+
+
+def run_limit(name: str, rounds: int, pool: Pool) -> int:
+    """Runs so many rounds of a loop on all threads and returns the multiplications and additions done.
+
+    Divided by the time they took: the most that this processor can do. Raises ValueError for loops that do not run.
+    """
+    return _native.run_limit(name, rounds, pool._native)
+
+
 class Place(NamedTuple):
     """Where one thread belongs: its group, the processors it may run on (none: any), the node it prefers memory of."""
 

@@ -67,10 +67,8 @@ def library() -> ctypes.CDLL:
 class Engine:
     def __init__(self, shape: Shape, form: str, threads: int) -> None:
         kind, _, self.layout = form.partition(" ")
-        if kind == "Q4_K" and shape.intermediate % 256:  # llama.cpp's own way out
-            kinds = ("Q4_K", "Q4_K", "Q5_0")
-        else:
-            kinds = (kind,) * 3
+        odd = kind == "Q4_K" and shape.intermediate % 256  # then llama.cpp's own way out
+        kinds = ("Q4_K", "Q4_K", "Q5_0") if odd else (kind,) * 3
         self.shape = shape
         self.bytes_per_weight = sum(BYTES[k] for k in kinds) / 3
         self.lib = lib = library()

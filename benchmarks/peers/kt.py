@@ -63,15 +63,23 @@ class Engine:
         sizes = ((i, h), (i, h), (h, i))
         self._pointers(layer, [random_bf16(*s).to(torch.float8_e4m3fn) for s in sizes], "projs")
         self._pointers(layer, [torch.full((s[0],), 0.01) for s in sizes], "scales")
-        layer.quant_config.bits, layer.quant_config.per_channel, layer.quant_config.zero_point = 8, True, False
+        layer.quant_config.bits, layer.quant_config.per_channel, layer.quant_config.zero_point = (
+            8,
+            True,
+            False,
+        )
         self.moe = ext.moe.AMXFP8PerChannel_MOE(layer)
 
     def _rawint4(self, layer: ext.moe.MOEConfig) -> None:
         h, i = self.shape.hidden, self.shape.intermediate
         self.kept = None
         sizes = ((i, h), (i, h), (h, i))
-        self._pointers(layer, [torch.randint(0, 256, (n, k // 2), dtype=torch.uint8) for n, k in sizes], "projs")
-        self._pointers(layer, [torch.full((n, k // 32), 0.01, dtype=torch.bfloat16) for n, k in sizes], "scales")
+        self._pointers(
+            layer, [torch.randint(0, 256, (n, k // 2), dtype=torch.uint8) for n, k in sizes], "projs"
+        )
+        self._pointers(
+            layer, [torch.full((n, k // 32), 0.01, dtype=torch.bfloat16) for n, k in sizes], "scales"
+        )
         layer.quant_config.bits, layer.quant_config.group_size, layer.quant_config.zero_point = 4, 32, False
         self.moe = ext.moe.AMXInt4_KGroup_MOE(layer)
 

@@ -41,7 +41,7 @@ class Engine:
         weights = torch.full((tokens, self.shape.top_k), 1 / self.shape.top_k, dtype=kind)
         routing = [torch.from_numpy(call) for call in Routing(tokens, self.shape).calls]
         turn = iter(range(1 << 60))
-        
+
         def call() -> None:
             self.forward(x, routing[next(turn) % len(routing)], weights)
 

@@ -19,6 +19,7 @@
 #include <string>
 
 #include "ktplan/isa.h"
+#include "ktplan/limits.h"
 #include "ktplan/moe.h"
 #include "ktplan/placing.h"
 #include "ktplan/quantize.h"
@@ -554,6 +555,22 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
   return found;
 }
 
+std::vector<std::tuple<std::string, std::string, std::string>> limit_names() {
+  std::vector<std::tuple<std::string, std::string, std::string>> out;
+  for (const Limit& limit : limits()) out.emplace_back(limit.name, limit.kind, limit.missing);
+  return out;
+}
+
+std::uint64_t run_limit_named(const std::string& name, std::uint64_t rounds, Pool& pool) {
+  for (const Limit& limit : limits()) {
+    if (limit.name != name) continue;
+    if (!limit.missing.empty()) wrong("name", "an instruction of this machine", limit.missing);
+    const nb::gil_scoped_release unlocked;
+    return run_limit(limit, rounds, pool);
+  }
+  wrong("name", "the name of a limit", "'" + name + "'");
+}
+
 std::shared_ptr<Pool> new_pool(const std::vector<std::tuple<std::size_t, std::vector<int>, int>>& places, int spin_us) {
   if (places.empty() || places.size() > 1024) wrong("places", "1 to 1024 threads", std::to_string(places.size()));
   if (spin_us < 0 || spin_us > 1000000) wrong("spin_us", "0 to 1000000", std::to_string(spin_us));
@@ -599,6 +616,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("pin_error", &Pool::pin_error)
       .def_prop_ro("policy_error", &Pool::policy_error)
       .def_prop_ro("spin_us", &Pool::spin_us);
+
+  m.def("limits", &limit_names);
+  m.def("run_limit", &run_limit_named, nb::arg("name"), nb::arg("rounds"), nb::arg("pool"));
 
   nb::class_<Job>(m, "Job").def("wait", &Job::wait).def_prop_ro("done", &Job::done);
 

@@ -94,7 +94,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 
 TEST(threads_groups_and_tables_give_the_same_bits) {
   Pool one(places({0}), 0), two(places({0, 0}), 20), apart(places({0, 1, 1}), 20);
-  const KernelTable* const scalar = find_candidate("scalar")->table;
+  const KernelTable* const scalar = candidates().back().table;
   for (const Layout& layout : {kInt8Layout, kInt4Layout}) {
     for (const std::size_t parts : {1, 2}) {
       for (const int bits : {8, 16}) {
