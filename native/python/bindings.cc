@@ -77,6 +77,10 @@ Any array_from(nb::handle h, const std::string& name) {
       wrong(name, "an array in C order (contiguous)", "one with gaps or another order");
     stride *= static_cast<std::int64_t>(array.shape(i));
   }
+  const std::size_t unit = std::max<std::size_t>(1, array.itemsize());
+  if (array.size() != 0 && reinterpret_cast<std::uintptr_t>(array.data()) % unit != 0) {
+    wrong(name, "an array that begins at a multiple of " + std::to_string(unit) + " bytes", "one that begins in between");
+  }
   return array;
 }
 
@@ -161,6 +165,8 @@ class LayerHandle {
     layer_.numerics = numerics_named(numerics);
     if (layer_.numerics == Numerics::kUpstream && activation_bits != 8)
       wrong("activation_bits", "8 with numerics 'upstream'", "16");
+    if (layer_.kernels->format(layer_.layout).projections(activation_bits).project == nullptr)
+      wrong("isa", "kernels for weights of this format", isa + ", which has none");
     check_width("hidden", hidden);
     if (parts.size() == 0) wrong("parts", "at least one part", "none");
     for (std::size_t p = 0; p < parts.size(); ++p) add_part(nb::cast<nb::list>(parts[p]), p);
@@ -627,15 +633,15 @@ NB_MODULE(_native, m) {
                     int, const std::string&, const std::string&, float, float>(),
            nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("group"), nb::arg("pool"), nb::arg("isa"),
            nb::arg("activation_bits"), nb::arg("numerics"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"))
-      .def("forward", &LayerHandle::run, nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
-           nb::arg("out"))
+      .def("forward", &LayerHandle::run, nb::arg("hidden").none(), nb::arg("top_k_index").none(), nb::arg("top_k_weights").none(),
+           nb::arg("out").none())
       .def(
           "submit",
           [](nb::object self, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) {
             PreparedCall prepared = nb::cast<const LayerHandle&>(self).prepare(hidden, ids, weights, out);
             return std::make_unique<Job>(std::move(self), std::move(prepared));
           },
-          nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
+          nb::arg("hidden").none(), nb::arg("top_k_index").none(), nb::arg("top_k_weights").none(), nb::arg("out").none())
       .def("read", &LayerHandle::read)
       .def("move", &LayerHandle::move)
       .def("copy", &LayerHandle::copy)
