@@ -137,8 +137,13 @@ def main() -> None:
         for rounding in ("kt", "mse"):
             commands[f"ktplan int{bits} {rounding}"] = [
                 sys.executable, "-m", "ktplan", "convert-cpu", str(model), "-o", str(out), "-q",
-                "--bits", str(bits), "--rounding", rounding, "--threads", str(given.threads),
+                "--bits", str(bits), "--group-size", "row", "--rounding", rounding, "--threads", str(given.threads),
             ]  # fmt: skip
+    for name, options in (("int4-g32", ["--group-size", "32"]), ("bf16", ["--dtype", "bf16"])):
+        commands[f"ktplan {name}"] = [
+            sys.executable, "-m", "ktplan", "convert-cpu", str(model), "-o", str(out), "-q", *options,
+            "--threads", str(given.threads),
+        ]  # fmt: skip
     if given.kt_kernel:
         for bits in (8, 4):
             commands[f"kt-kernel int{bits}"] = [

@@ -51,12 +51,19 @@ def isa(wanted: str | None = None) -> Chosen[str]:
     asked, source = wanted, "asked for"
     if asked is None and os.environ.get(ISA_VARIABLE):
         asked, source = os.environ[ISA_VARIABLE], f"{ISA_VARIABLE} asks for it"
-    runnable = [name for name, _, missing, _ in tables if not missing]
-    rejected = [(name, missing) for name, _, missing, _ in tables if missing]
+    runnable = [table[0] for table in tables if not table[2]]
+    trapped = {table[0] for table in tables if table[4]}
+    own = [name for name in runnable if name not in trapped]
+    rejected = [(name, missing) for name, _, missing, _, _ in tables if missing]
+    rejected += [
+        (name, "only emulated, by a trap handler: never taken unasked")
+        for name in runnable
+        if name in trapped
+    ]
     if asked is None:
         why = "the best in this build" if not rejected else "the best that this machine runs"
-        return Chosen(runnable[0], why, tuple(rejected))
-    known = {name: missing for name, _, missing, _ in tables}
+        return Chosen(own[0], why, tuple(rejected))
+    known = {name: missing for name, _, missing, _, _ in tables}
     if asked not in known:
         raise MachineLacks(
             f"instruction set {asked!r} is not in this build ({source})",
@@ -67,23 +74,40 @@ def isa(wanted: str | None = None) -> Chosen[str]:
             f"instruction set {asked!r} cannot run on this machine: {known[asked]} ({source})",
             hint=f"use one of: {', '.join(runnable)}",
         )
-    better = [(name, f"{asked} was asked for") for name in runnable[: runnable.index(asked)]]
-    return Chosen(asked, source, tuple(rejected + better))
+    if asked in trapped:
+        source += "; emulated by a trap handler, for tests"
+    better = [(name, f"{asked} was asked for") for name in runnable[: runnable.index(asked)] if name in own]
+    return Chosen(asked, source, tuple([(name, why) for name, why in rejected if name != asked] + better))
 
 
 def available_isas() -> list[str]:
-    """Names of the instruction sets that run here, best first; the last is always "scalar"."""
-    return [name for name, _, missing, _ in _native.tables() if not missing]
+    """Names of the instruction sets that run here, best first; the last is always "scalar". None that is emulated."""
+    return [name for name, _, missing, _, emulated in _native.tables() if not missing and not emulated]
 
 
 def isa_words(name: str) -> str:
     """The name as people write it: "AVX-512 VNNI"."""
-    return next(words for known, words, _, _ in _native.tables() if known == name)
+    return next(words for known, words, *_ in _native.tables() if known == name)
 
 
 def bf16_words(name: str) -> str:
     """What multiplies bfloat16 weights under that instruction set: "AVX-512 BF16"."""
-    return next(words for known, _, _, words in _native.tables() if known == name)
+    return next(words for known, _, _, words, _ in _native.tables() if known == name)
+
+
+class TileState(NamedTuple):
+    """Tiles (AMX): whether the machine has them, whether the operating system lets this process use them, whether a
+    trap handler of the tests executes them; and what is missing, in words."""
+
+    detected: bool
+    permitted: bool
+    emulated: bool
+    missing: str
+
+
+def tile_state() -> TileState:
+    """Asks the operating system for permission, once for the process, where the machine has tiles."""
+    return TileState(*_native.tiles())
 
 
 def cpu_features() -> list[str]:
@@ -488,7 +512,8 @@ class PackTask(NamedTuple):
 
     matrix: npt.NDArray[Any]  # [N, K], float32 or bfloat16 as uint16; rows may lie apart
     packed: npt.NDArray[np.uint8]  # [N * K * bits / 8]
-    scale: F32  # [N]
+    # float32 [N]; with groups bfloat16 as uint16, in the order [N / 32][K / group][32]; empty with 16 bits
+    scale: npt.NDArray[Any]
 
 
 class PackOutcome(NamedTuple):
@@ -505,13 +530,16 @@ def pack_weights(
     rounding: Literal["kt", "mse"],
     multipliers: npt.NDArray[np.uint16],
     *,
+    group: int | None = None,
+    shares: F32 | None = None,
     pool: Pool | None = None,
     isa: str | None = None,
 ) -> list[PackOutcome]:
-    """Quantize and pack on all threads of `pool`, with the bytes that ktplan.quant.rounding specifies.
+    """Quantize and pack on all threads of `pool`, with the bytes that quant.rounding and quant.groups specify.
 
-    `multipliers` is the grid of the search (quant.rounding.multipliers). N must be a multiple of 32, K of the layout's
-    unit. Raises ValueError or TypeError naming the argument for other shapes and dtypes.
+    `bits` 16 is bfloat16. `multipliers` is the grid of a row's search (quant.rounding.multipliers), `shares` that of a
+    group's (quant.groups.shares). N must be a multiple of 32, K of the layout's unit.
+    Raises ValueError or TypeError naming the argument for other shapes and dtypes.
     """
     own = pool if pool is not None else Pool.default()
     found = _native.pack_weights(
@@ -521,5 +549,7 @@ def pack_weights(
         bits,
         rounding,
         multipliers,
+        group or 0,
+        np.empty(0, np.float32) if shares is None else shares,
     )
     return [PackOutcome(*one) for one in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ def doctor_command(
         "verdict": verdict,
         "checks": [asdict(check) for check in found],
         "isa": {"chosen": isa.value, "why": isa.why, "rejected": dict(isa.rejected)} if isa else None,
+        "tiles": kernels.tile_state()._asdict() if isa else None,
         "hardware": asdict(hardware),
     }
     out.report("doctor-report", body, lambda: _render(verdict, found, out))
@@ -108,6 +110,9 @@ def _cpu(hardware: Hardware, isa: Chosen[str] | None, isa_fault: str | None) -> 
             value=" ".join(hardware.isa_flags) or "none of interest",
         ),
     ]
+    tiles = _tiles()
+    if tiles is not None:
+        lines.append(tiles)
     if isa is None:
         remedy = "reinstall ktplan with a C++20 compiler, or unset KTPLAN_ISA"
         return [
@@ -125,7 +130,41 @@ def _cpu(hardware: Hardware, isa: Chosen[str] | None, isa_fault: str | None) -> 
     passed_over = [
         Check(group="CPU", what=f"not {name}", state="ok", value=why) for name, why in isa.rejected
     ]
-    return [*lines, kernels, *passed_over]
+    return [*lines, kernels, *_other_kernels(isa.value), *passed_over]
+
+
+def _other_kernels(chosen: str) -> list[Check]:
+    """What multiplies bfloat16 experts, and the lower sets that would run too."""
+    from ktplan import kernels
+
+    found = [Check(group="CPU", what="bfloat16 experts", state="ok", value=kernels.bf16_words(chosen))]
+    runnable = kernels.available_isas()
+    lower = runnable[runnable.index(chosen) + 1 :] if chosen in runnable else []
+    if lower:
+        value = f"{', '.join(lower)} ({kernels.ISA_VARIABLE} takes one)"
+        found.append(Check(group="CPU", what="lower kernels", state="ok", value=value))
+    return found
+
+
+def _tiles() -> Check | None:
+    """Whether tiles are detected, permitted, emulated and forced; none where the compiled module is missing."""
+    try:
+        from ktplan import kernels
+    except ImportError:
+        return None
+    state = kernels.tile_state()
+    said = [
+        "detected" if state.detected else "not detected",
+        "permitted" if state.permitted else "not permitted" if state.detected else "",
+        "emulated by a trap handler" if state.emulated else "",
+        f"forced by {kernels.ISA_VARIABLE}" if os.environ.get(kernels.ISA_VARIABLE) == "amx-int8" else "",
+    ]
+    value = ", ".join(word for word in said if word) + (f": {state.missing}" if state.missing else "")
+    refused = state.detected and not state.permitted
+    remedy = "allow arch_prctl(ARCH_REQ_XCOMP_PERM) for this process, or ignore it" if refused else None
+    return Check(
+        group="CPU", what="tiles (AMX)", state="note" if refused else "ok", value=value, remedy=remedy
+    )
 
 
 def _memory(hardware: Hardware) -> list[Check]:

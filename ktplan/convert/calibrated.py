@@ -31,11 +31,13 @@ from ktplan.profile import Corpus
 from ktplan.progress import Progress, Task
 from ktplan.quant.gptq import Effort, output_error
 from ktplan.quant.gptq_format import GptqScheme
-from ktplan.quant.rounding import F32, QuantizedRows, dequantize, squared_error
-from ktplan.quant.row_feedback import RoundedRows, nearest, with_feedback
+from ktplan.quant.groups import U16, QuantizedGroups, narrow
+from ktplan.quant.rounding import F32, I8, QuantizedRows
+from ktplan.quant.row_feedback import Grid, RoundedRows, nearest, with_feedback
 from ktplan.quant.scheme import Scheme
+from ktplan.quant.stored import dequantize_stored, squared_error_stored
 from ktplan.store import ExpertStore, StoreManifest, StoreShape
-from ktplan.store.layout import U8, layout_for, pack
+from ktplan.store.layout import U8, layout_for, pack_stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class Fitted(NamedTuple):
 
 
 class RowExperts(LayerExperts):
-    """The experts of a layer, rounded row by row."""
+    """The experts of a layer, rounded row by row to a store's format."""
 
     def __init__(
         self, run: LayerByLayer, routing: Routing, activation: Activation, parts: int, scheme: Scheme,
@@ -75,7 +77,7 @@ class RowExperts(LayerExperts):
     ) -> None:  # fmt: skip
         # The GPTQ scheme is for files of another kind and not used here.
         super().__init__(run, routing, activation, GptqScheme(8, 128), calibration, torch.device("cpu"))
-        self._parts, self._top = parts, scheme.top_level
+        self._parts, self._rounded_to = parts, scheme
 
     def fit(self, expert: int, weights: ExpertWeights) -> tuple[Fitted, Fitted]:
         """gate and up (one above the other), then down for what the rounded gate and up make of the inputs."""
@@ -84,7 +86,7 @@ class RowExperts(LayerExperts):
         held = self._run.held_out[rows]
         fit = self._shrunk(self._hidden_moments(rows[~held]), self._layer_fit)
         judge = self._held(self._hidden_moments(rows[held]), self._layer_held)
-        first = self._better(gate_up, fit, judge, 1)
+        first = self._better(gate_up, fit, judge, self._grid(gate_up, 1))
 
         rounded = first.rounded.weight()
         prior = self._inner_moments(rounded, self._some(self._fit_rows, down.shape[1])).mean()
@@ -93,16 +95,22 @@ class RowExperts(LayerExperts):
         if self._layer_held is not None:
             prior = self._inner_moments(rounded, self._some(self._held_rows, down.shape[1])).mean()
             judge = self._held(self._inner_moments(rounded, rows[held]), prior)
-        return first, self._better(down, fit, judge, self._parts)
+        return first, self._better(down, fit, judge, self._grid(down, self._parts))
 
-    def _better(self, weight: Tensor, fit: Tensor, judge: Tensor | None, parts: int) -> Fitted:
+    def _grid(self, weight: Tensor, parts: int) -> Grid:
+        scheme = self._rounded_to
+        if scheme.group is not None:
+            return Grid.of_groups(weight.shape[1], scheme.group)
+        return Grid.of_rows(scheme.top_level, parts)
+
+    def _better(self, weight: Tensor, fit: Tensor, judge: Tensor | None, grid: Grid) -> Fitted:
         """With feedback or to nearest, whichever changes the outputs of text that was not fitted on less."""
         against = fit if judge is None else judge
         whole = output_error(weight, torch.zeros_like(weight), against)
         with _one_thread():
             found = [
-                with_feedback(weight, fit, parts, self._top, self._calibration.effort),
-                nearest(weight, fit.diagonal(), parts, self._top),
+                with_feedback(weight, fit, grid, self._calibration.effort),
+                nearest(weight, fit.diagonal(), grid),
             ]
         errors = [
             output_error(weight, rounded.weight(), against) / whole if whole else 0.0 for rounded in found
@@ -185,23 +193,26 @@ def _round(
     first, second = experts.fit(expert, exact)
     levels = first.rounded.levels.numpy(), second.rounded.levels.numpy()
     steps = first.rounded.step.numpy(), second.rounded.step.numpy()
-    arrays: list[U8 | F32] = []
+    arrays: list[U8 | F32 | U16] = []
     sums = {projection: np.zeros(2) for projection in PROJECTIONS}
     inner, share = shape.intermediate, shape.intermediate // shape.parts
     found: dict[str, list[F32]] = {projection: [] for projection in PROJECTIONS}
     for part in range(shape.parts):
         own = slice(part * share, (part + 1) * share)
         up = slice(inner + own.start, inner + own.stop)
+        scales = slice(
+            part * (steps[1].shape[1] // shape.parts), (part + 1) * (steps[1].shape[1] // shape.parts)
+        )
         pieces = {
-            "gate": (exact.gate[own], _rows(levels[0][own], steps[0][own, 0], scheme)),
-            "up": (exact.up[own], _rows(levels[0][up], steps[0][up, 0], scheme)),
-            "down": (exact.down[:, own], _rows(levels[1][:, own], steps[1][:, part], scheme)),
+            "gate": (exact.gate[own], _stored(levels[0][own], steps[0][own], scheme)),
+            "up": (exact.up[own], _stored(levels[0][up], steps[0][up], scheme)),
+            "down": (exact.down[:, own], _stored(levels[1][:, own], steps[1][:, scales], scheme)),
         }
-        arrays += [pack(rows.levels, scheme.bits) for _, rows in pieces.values()]
-        arrays += [rows.scale for _, rows in pieces.values()]
+        packed = [pack_stored(rows) for _, rows in pieces.values()]
+        arrays += [one[0] for one in packed] + [one[1] for one in packed]
         for projection, (piece, rows) in pieces.items():
-            sums[projection] += squared_error(piece, rows)
-            found[projection].append(dequantize(rows))
+            sums[projection] += squared_error_stored(np.ascontiguousarray(piece), rows)
+            found[projection].append(dequantize_stored(rows))
     errors = {name: _relative(*sums[name]) for name in PROJECTIONS}
     outputs = {"gate": first.error, "up": first.error, "down": second.error}
     sink.put(layer, expert, arrays, errors, {name: _relative(error, 1.0) for name, error in outputs.items()})
@@ -210,8 +221,11 @@ def _round(
     )
 
 
-def _rows(levels: np.ndarray[tuple[int, int], np.dtype[np.int8]], step: F32, scheme: Scheme) -> QuantizedRows:
-    scale = step / np.float32(16) if scheme.tile_bits == 4 else step
+def _stored(levels: I8, step: F32, scheme: Scheme) -> QuantizedRows | QuantizedGroups:
+    """`step` [N, number of scales a row]."""
+    if scheme.group is not None:
+        return QuantizedGroups(np.ascontiguousarray(levels), narrow(np.ascontiguousarray(step)), scheme.group)
+    scale = step[:, 0] / np.float32(16) if scheme.tile_bits == 4 else step[:, 0]
     return QuantizedRows(np.ascontiguousarray(levels), np.ascontiguousarray(scale), scheme.tile_bits)
 
 
@@ -225,8 +239,9 @@ def _finished_store(journal: Journal, source: WeightSource, scheme: Scheme, shap
     finished = {layer: journal.finished[layer] for layer in job.layers if layer in journal.finished}
     manifest = StoreManifest(
         model=job.model, family=spec.family, fingerprint=job.fingerprint, scheme=job.scheme, bits=scheme.bits,
-        rounding=job.rounding, layout=layout_for(scheme.bits).name, parts=shape.parts, layers=tuple(finished),
-        experts=spec.experts, hidden=spec.hidden, intermediate=spec.moe_intermediate, activation=spec.activation,
+        rounding=job.rounding, layout=layout_for(scheme.bits, scheme.group).name, parts=shape.parts,
+        layers=tuple(finished), experts=spec.experts, hidden=spec.hidden, intermediate=spec.moe_intermediate,
+        activation=spec.activation,
         files=tuple(replace(done.file, name=f"{done.file.name}.part") for done in finished.values()),
         errors={},
     )  # fmt: skip

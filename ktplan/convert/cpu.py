@@ -58,6 +58,7 @@ class Plan:
     out: Path
     job: Job
     experts: int  # a layer
+    weights: int  # of all experts, as the model counts them
     resumed: int  # layers that an earlier run has finished
     bytes_in: int
     bytes_out: int
@@ -100,8 +101,8 @@ def plan_cpu(
     illegal number of parts or an output that is in use, DoesNotFit for a disk that is too small.
     """
     spec = source.spec
-    spec.check_plain_experts()
-    check_parts(spec, scheme.bits, numa_parts)
+    spec.check_experts(calibrated=calibration is not None)
+    check_parts(spec, scheme.bits, numa_parts, scheme.group)
     if (scheme.rounding == "gptq") != (calibration is not None):
         raise BadUsage(
             "--rounding gptq needs calibration text, and nothing else uses it",
@@ -123,6 +124,7 @@ def plan_cpu(
         out=out,
         job=job,
         experts=spec.experts,
+        weights=spec.expert_count * spec.params_per_expert,
         resumed=resumed,
         bytes_in=spec.expert_bytes,
         bytes_out=bytes_out,
@@ -304,7 +306,7 @@ def job_of(
         fingerprint=spec.fingerprint,
         scheme=scheme.name if mixed is None else f"{scheme.name} and int8-row",
         rounding=scheme.rounding,
-        layout=layout_for(scheme.bits).name,
+        layout=layout_for(scheme.bits, scheme.group).name,
         parts=parts,
         mixed=mixed,
         layers=spec.moe_layers,
@@ -318,6 +320,7 @@ def shape_of(source: WeightSource, scheme: Scheme, parts: int) -> StoreShape:
     width = padded(spec.moe_intermediate, scheme.bits)
     return StoreShape(
         bits=scheme.bits,
+        group=scheme.group,
         parts=parts,
         experts=spec.experts,
         hidden=spec.hidden,

@@ -43,7 +43,7 @@ _ARGUMENTS = {
     "model": "MODEL",
     "fingerprint": "MODEL",
     "layers": "MODEL",
-    "scheme": "--bits",
+    "scheme": "--bits",  # or another: see _format_option
     "layout": "--bits",
     "rounding": "--rounding",
     "parts": "--numa-parts",
@@ -300,14 +300,21 @@ def _refuse_another_job(folder: Path, job: Job) -> None:
     differs: dict[str, str] = {}
     for (name, old), new in zip(asdict(found).items(), asdict(job).values(), strict=True):
         if old != new:
-            differs.setdefault(
-                _ARGUMENTS[name], f"{_ARGUMENTS[name]} was {_short(old)}, is {_short(new)} now"
-            )
+            option = _ARGUMENTS[name] if name not in ("scheme", "layout") else _format_option(found, job)
+            differs.setdefault(option, f"{option} was {_short(old)}, is {_short(new)} now")
     if differs:
         raise BadUsage(
             f"{folder} holds an unfinished conversion with other arguments: {'; '.join(differs.values())}",
             hint=f"ktplan convert-cpu --resume {folder} finishes that one; or name a new folder with -o",
         )
+
+
+def _format_option(one: Job, other: Job) -> str:
+    """What a user changes to get from one format to the other."""
+    if "bf16" in (one.scheme, other.scheme):
+        return "--dtype"
+    widths = [job.scheme.partition("-")[0] for job in (one, other)]
+    return "--group-size" if widths[0] == widths[1] else "--bits"
 
 
 def _short(value: object) -> str:

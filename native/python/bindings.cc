@@ -101,11 +101,11 @@ void check(const Any& array, const std::string& name, dtype_code code, int bits,
 }
 
 const KernelTable& table_named(const std::string& isa) {
-  const Candidate* candidate = find_candidate(isa);
-  if (candidate == nullptr) wrong("isa", "the name of a set of kernels in this build", "'" + isa + "'");
-  if (!candidate->missing.empty())
-    throw nb::value_error(("isa: " + isa + " cannot run here: " + candidate->missing).c_str());
-  return *candidate->table;
+  const Candidate candidate = find_candidate(isa);
+  if (candidate.table == nullptr) wrong("isa", "the name of a set of kernels in this build", "'" + isa + "'");
+  if (!candidate.missing.empty())
+    throw nb::value_error(("isa: " + isa + " cannot run here: " + candidate.missing).c_str());
+  return *candidate.table;
 }
 
 Numerics numerics_named(const std::string& name) {
@@ -415,11 +415,28 @@ nb::tuple quantize(const std::string& isa, nb::handle array, int bits, const std
                         new_array(std::move(scales), {x.shape(0)}));
 }
 
-// Quantized rows of x times a packed projection of n columns, a block of a step's columns at a time:
-// use(kernels, weights, rows, first row, step).
+// Some quantized rows and a step of weights, multiplied as a layer would that has all these rows for one expert.
+struct RowsTimesStep {
+  const ProjectKernels& kernels;
+  const BlockKernels* blocks;  // null: row by row
+  const WeightStep& weights;
+  const BlockedRows& rows;
+  std::size_t first, step;  // row, step
+
+  void dots(std::int64_t* out) const {
+    if (blocks != nullptr) blocks->dots(weights, rows, out);
+    else kernels.dots(weights, rows.rows, rows.count, out);
+  }
+  void project(float* out, std::size_t stride) const {
+    if (blocks != nullptr) blocks->project(&weights, 1, rows, &out, stride);
+    else kernels.project(weights, rows.rows, rows.count, Ahead{}, out, stride);
+  }
+};
+
+// Quantized rows of x times a packed projection of n columns, some rows and a step's columns at a time.
 template <typename Use>
-void each_block(const KernelTable& table, const Layout& layout, const Array& x, const Array& packed, const void* scale,
-                std::size_t n, int activation_bits, Use use) {
+void each_product(const KernelTable& table, const Layout& layout, const Array& x, const Array& packed, const void* scale,
+                  std::size_t n, int activation_bits, Use use) {
   const std::size_t k = x.shape(1);
   if (n % kStepRows != 0) wrong("n", "a multiple of 32", std::to_string(n));
   if (packed.size() != layout.packed_bytes(n, k) || packed.dtype().bits != 8) {
@@ -429,13 +446,26 @@ void each_block(const KernelTable& table, const Layout& layout, const Array& x, 
   const FormatKernels& format = table.format(layout);
   const QuantizedRows q = quantized(format, x, checked_activation_bits(activation_bits), Numerics::kKtplan);
   const ProjectKernels& kernels = format.projections(activation_bits);
-  for (std::size_t step = 0; step < n / kStepRows; ++step) {
-    const WeightStep weights =
-        step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale, n, layout.row_bytes(k), step);
-    for (std::size_t first = 0; first < q.rows.size(); first += kernels.max_rows) {
-      std::vector<const Row*> rows;
-      for (std::size_t r = first; r < std::min(first + kernels.max_rows, q.rows.size()); ++r) rows.push_back(&q.rows[r]);
-      use(kernels, weights, rows, first, step);
+  const BlockKernels& blocks = format.blocks(activation_bits);
+  const bool in_blocks = blocks.take(q.rows.size());
+  const std::size_t most = in_blocks ? kMaxBlocks * kBlockRows : kernels.max_rows;
+  std::vector<std::uint8_t> memory(in_blocks ? kMaxBlocks * blocks.block_bytes(k) + 64 : 0);
+  for (std::size_t first = 0; first < q.rows.size(); first += most) {
+    std::vector<const Row*> pointers;
+    for (std::size_t r = first; r < std::min(first + most, q.rows.size()); ++r) pointers.push_back(&q.rows[r]);
+    BlockedRows rows{nullptr, 0, pointers.data(), pointers.size()};
+    if (in_blocks) {
+      auto* begin = reinterpret_cast<std::uint8_t*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) / 64 * 64);
+      rows.blocks = begin;
+      rows.block_bytes = blocks.block_bytes(k);
+      for (std::size_t r = 0; r < rows.count; ++r) {
+        blocks.place(*pointers[r], k, begin + r / kBlockRows * rows.block_bytes, r % kBlockRows);
+      }
+    }
+    for (std::size_t step = 0; step < n / kStepRows; ++step) {
+      const WeightStep weights =
+          step_at(layout, static_cast<const std::uint8_t*>(packed.data()), scale, n, layout.row_bytes(k), step);
+      use(RowsTimesStep{kernels, in_blocks ? &blocks : nullptr, weights, rows, first, step});
     }
   }
 }
@@ -449,15 +479,13 @@ nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle arr
   const Array packed = array_from<Array>(packed_array, "packed");
   const std::vector<float> scale(n, 1.0f);
   std::vector<std::int64_t> out(x.shape(0) * n);
-  each_block(table_named(isa), layout, x, packed, scale.data(), n, activation_bits,
-             [&](const ProjectKernels& kernels, const WeightStep& weights, const std::vector<const Row*>& rows,
-                 std::size_t first, std::size_t step) {
-               std::vector<std::int64_t> block(rows.size() * kStepRows);
-               kernels.dots(weights, rows.data(), rows.size(), block.data());
-               for (std::size_t r = 0; r < rows.size(); ++r) {
-                 std::copy_n(block.data() + r * kStepRows, kStepRows, out.data() + (first + r) * n + step * kStepRows);
-               }
-             });
+  each_product(table_named(isa), layout, x, packed, scale.data(), n, activation_bits, [&](const RowsTimesStep& product) {
+    std::vector<std::int64_t> some(product.rows.count * kStepRows);
+    product.dots(some.data());
+    for (std::size_t r = 0; r < product.rows.count; ++r) {
+      std::copy_n(some.data() + r * kStepRows, kStepRows, out.data() + (product.first + r) * n + product.step * kStepRows);
+    }
+  });
   return new_array(std::move(out), {x.shape(0), n});
 }
 
@@ -475,11 +503,10 @@ nb::ndarray<nb::numpy, float> project(const std::string& isa, nb::handle array, 
     else check(scale, "scale", dtype_code::UInt, 16, {n / kStepRows, x.shape(1) / group, kStepRows});
   }
   std::vector<float> out(x.shape(0) * n);
-  each_block(table_named(isa), layout, x, packed, bits == 16 ? nullptr : scale.data(), n, activation_bits,
-             [&](const ProjectKernels& kernels, const WeightStep& weights, const std::vector<const Row*>& rows,
-                 std::size_t first, std::size_t step) {
-               kernels.project(weights, rows.data(), rows.size(), Ahead{}, out.data() + first * n + step * kStepRows, n);
-             });
+  each_product(table_named(isa), layout, x, packed, bits == 16 ? nullptr : scale.data(), n, activation_bits,
+               [&](const RowsTimesStep& product) {
+                 product.project(out.data() + product.first * n + product.step * kStepRows, n);
+               });
   return new_array(std::move(out), {x.shape(0), n});
 }
 
@@ -503,25 +530,38 @@ nb::ndarray<nb::numpy, float> round_bf16(const std::string& isa, nb::handle arra
   return new_array(std::move(out), {x.shape(0), x.shape(1)});
 }
 
-std::vector<std::tuple<std::string, std::string, std::string, std::string>> tables() {
-  std::vector<std::tuple<std::string, std::string, std::string, std::string>> out;
-  for (const Candidate& c : candidates()) out.emplace_back(c.table->name, c.table->words, c.missing, c.table->bf16_words);
+std::vector<std::tuple<std::string, std::string, std::string, std::string, bool>> tables() {
+  std::vector<std::tuple<std::string, std::string, std::string, std::string, bool>> out;
+  for (const Candidate& c : candidates()) {
+    out.emplace_back(c.table->name, c.table->words, c.missing, c.table->bf16_words, c.emulated);
+  }
   return out;
+}
+
+// Whether tiles are there, permitted, and emulated; and what is missing.
+std::tuple<bool, bool, bool, std::string> tiles() {
+  const TileState& state = tile_state();
+  return {state.detected, state.permitted, !state.permitted && trap_executes(), state.why};
 }
 
 // Quantizes and packs; each task is (matrix [N, K] whose rows may lie apart, packed, scale). Returns for each whether all its
 // values are finite, and the sums over its rows, in order, of squared errors and of squared weights.
 std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& isa, Pool& pool, const nb::list& tasks, int bits,
-                                                           const std::string& rounding, nb::handle multipliers) {
+                                                           const std::string& rounding, nb::handle multipliers, std::size_t group,
+                                                           nb::handle shares) {
   table_named(isa);
   const QuantizeTable* table = find_quantize_table(isa.c_str());
   if (table == nullptr) wrong("isa", "a set of kernels that quantizes", isa);
-  if (bits != 8 && bits != 4 && bits != 2) wrong("bits", "8, 4 or 2", std::to_string(bits));
+  if (bits != 16 && bits != 8 && bits != 4 && bits != 2) wrong("bits", "16, 8, 4 or 2", std::to_string(bits));
+  if (group != 0 && (bits != 4 || (group != 32 && group != 64 && group != 128))) wrong("group", "32, 64 or 128 with 4 bits", std::to_string(group));
   if (rounding != "kt" && rounding != "mse") wrong("rounding", "'kt' or 'mse'", rounding);
   const Array grid = array_from<Array>(multipliers, "multipliers");
   check(grid, "multipliers", dtype_code::UInt, 16, {grid.size()});
-  if (grid.size() == 0) wrong("multipliers", "at least one", "none");
-  const Layout& layout = bits == 8 ? kInt8Layout : kInt4Layout;
+  if (grid.size() == 0 && bits != 16 && group == 0) wrong("multipliers", "at least one", "none");
+  const Array steps = array_from<Array>(shares, "shares");
+  check(steps, "shares", dtype_code::Float, 32, {steps.size()});
+  if (group != 0 && steps.size() == 0) wrong("shares", "at least one", "none");
+  const Layout& layout = bits == 16 ? kBf16Layout : bits == 8 ? kInt8Layout : kInt4Layout;
   std::vector<Array> kept;
   std::vector<QuantizeTask> work;
   std::vector<std::vector<RowError>> errors;
@@ -540,13 +580,20 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
       wrong("matrix", "a multiple of 32 rows and of " + std::to_string(layout.k_multiple) + " columns", shape_of(matrix));
     }
     check(packed, "packed", dtype_code::UInt, 8, {layout.packed_bytes(n, k)});
-    check(scale, "scale", dtype_code::Float, 32, {n});
+    if (bits == 16) {
+      check(scale, "scale", dtype_code::Float, 32, {0});
+    } else if (group == 0) {
+      check(scale, "scale", dtype_code::Float, 32, {n});
+    } else {
+      check(scale, "scale", dtype_code::UInt, 16, {n * (k / group)});
+    }
     errors.emplace_back(n);
     work.push_back(QuantizeTask{WeightMatrix{matrix.data(), bfloat16, n, k, static_cast<std::size_t>(matrix.stride(0))},
-                                static_cast<std::uint8_t*>(packed.data()), static_cast<float*>(scale.data()), errors.back().data()});
+                                static_cast<std::uint8_t*>(packed.data()), scale.data(), errors.back().data()});
     kept.push_back(std::move(matrix));
   }
-  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size()};
+  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size(), group,
+                          static_cast<const float*>(steps.data()), steps.size()};
   const auto finite = std::make_unique<bool[]>(work.size());
   {
     const nb::gil_scoped_release unlocked;
@@ -601,6 +648,7 @@ NB_MODULE(_native, m) {
   using namespace ktplan;
   nb::set_leak_warnings(false);  // a pool that lives as long as the process is no leak
   m.def("tables", &tables);
+  m.def("tiles", &tiles);
   m.def("cpu_features", [] { return CpuFeatures::detect().names(); });
   m.def("quantize", &quantize, nb::arg("isa"), nb::arg("x"), nb::arg("bits"), nb::arg("numerics"));
   m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"),
@@ -610,7 +658,7 @@ NB_MODULE(_native, m) {
   m.def("activate", &activate, nb::arg("isa"), nb::arg("gate"), nb::arg("up"), nb::arg("activation"), nb::arg("alpha"),
         nb::arg("limit"));
   m.def("pack_weights", &pack_weights, nb::arg("isa"), nb::arg("pool"), nb::arg("tasks"), nb::arg("bits"), nb::arg("rounding"),
-        nb::arg("multipliers"));
+        nb::arg("multipliers"), nb::arg("group"), nb::arg("shares"));
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
 
   nb::class_<Pool>(m, "Pool")

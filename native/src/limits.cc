@@ -85,7 +85,8 @@ std::string unless(bool there, const char* what) { return there ? "" : std::stri
 // Tiles need the operating system's permission, which whoever chooses kernels has asked for.
 std::string without_tiles() {
   for (const Candidate& candidate : candidates()) {
-    if (std::string_view(candidate.table->name) == "amx-int8") return candidate.missing;
+    if (std::string_view(candidate.table->name) != "amx-int8") continue;
+    return candidate.emulated ? "tiles are only emulated here" : candidate.missing;
   }
   return "this build has no kernels for tiles";
 }

@@ -8,7 +8,7 @@
 namespace ktplan {
 namespace {
 
-constexpr std::size_t kChunkRows = 96;           // rows that share one visit of a step's weights
+constexpr std::size_t kChunkRows = kMaxBlocks * kBlockRows;  // rows that share one visit of a step's weights
 constexpr std::size_t kMaxBlockRows = 16;        // no table takes more rows in a call
 constexpr std::size_t kReducePiece = 512;        // columns added at a time where there are several parts
 constexpr std::size_t kColumnBytes = 8u << 20;   // results of the down projection kept at a time, about
@@ -18,9 +18,12 @@ constexpr std::size_t kMostCycles = 1u << 20;
 constexpr std::size_t kAloneCycles = 20000;  // for less than that no other thread is woken up
 constexpr std::size_t kKeepScratch = 256u << 20;
 
-// The tokens of one expert in one part: routes[first] .. routes[first + count - 1].
+constexpr std::uint32_t kNoBlock = UINT32_MAX;
+
+// The tokens of one expert in one part: routes[first] .. routes[first + count - 1]. `block`: where the rows go by blocks,
+// the first of the expert's.
 struct Group {
-  std::uint32_t part, expert, first, count;
+  std::uint32_t part, expert, first, count, block;
 };
 
 // Some of a group's rows times some steps (32 columns each) of its weights.
@@ -64,6 +67,7 @@ class Pass {
         homes_(pool.groups()),
         format_(layer.kernels->format(layer.layout)),
         kernels_(format_.projections(layer.activation_bits)),
+        blocks_(format_.blocks(layer.activation_bits)),
         upstream_(layer.numerics == Numerics::kUpstream) {
     group_routes();
   }
@@ -89,13 +93,27 @@ class Pass {
   void quantize_tokens(std::uint32_t item) noexcept;
   void add_bias(const Projection& projection, std::size_t step, float* rows, std::size_t stride,
                 std::size_t count) const noexcept;
+  void place_token(std::size_t token) noexcept;
+  void finish_products(const Group& group, std::size_t step, std::size_t first, std::size_t count, float* gate,
+                       float* up) const noexcept;
   void gate_up(const Item& item) noexcept;
+  void gate_up_blocks(const Item& item) noexcept;
   void quantize_products(std::uint32_t item) noexcept;
   void down(const Columns& columns, const Item& item) noexcept;
+  void down_blocks(const Columns& columns, const Item& item) noexcept;
   void reduce(const Columns& columns, std::uint32_t item) noexcept;
 
   float* product(std::size_t part, std::size_t route) const {
     return products_[part] + route * layer_.intermediate[part];
+  }
+  // Where a route's row goes, `stride` bytes a block.
+  std::uint8_t* block_at(std::uint8_t* blocks, std::size_t stride, std::size_t route) const {
+    return blocks + place_of_[route] / kBlockRows * stride;
+  }
+  // The rows of an item, for BlockKernels.
+  BlockedRows blocked(const Item& item, std::uint8_t* blocks, std::size_t stride, const Row* const* rows) const {
+    const std::size_t block = groups_[item.group].block + item.row_begin / kBlockRows;
+    return {blocks + block * stride, stride, rows, item.row_end - item.row_begin};
   }
   // Blocks of at most max_rows rows, of nearly equal size.
   std::size_t blocks(std::size_t rows) const { return (rows + kernels_.max_rows - 1) / kernels_.max_rows; }
@@ -105,20 +123,27 @@ class Pass {
   const std::size_t threads_, homes_;
   const FormatKernels& format_;
   const ProjectKernels& kernels_;
+  const BlockKernels& blocks_;
   const bool upstream_;
 
   std::vector<Group> groups_;           // largest first
   std::vector<std::uint32_t> routes_;   // token of each route, by expert
   std::vector<std::int32_t> route_of_;  // [token, choice] -> route, or -1
+  std::vector<std::uint32_t> place_of_;  // route -> kBlockRows * block + row in it, or kNoBlock; empty without blocks
+  std::size_t block_count_ = 0;
   Items gate_up_items_;
   std::vector<Columns> columns_;
   std::size_t column_width_ = 0, token_pieces_ = 0, route_pieces_ = 0;
   std::size_t token_stride_ = 0;
   std::vector<std::size_t> product_stride_;
+  std::size_t token_block_ = 0;  // bytes of a block of tokens
+  std::vector<std::size_t> product_block_;
 
   float* widened_ = nullptr;
   Row* token_rows_ = nullptr;
   std::uint8_t* token_bytes_ = nullptr;
+  std::uint8_t* token_blocks_ = nullptr;
+  std::vector<std::uint8_t*> product_blocks_;
   std::vector<float*> products_;
   std::vector<Row*> product_rows_;
   std::vector<std::uint8_t*> product_bytes_;
@@ -140,8 +165,13 @@ void Pass::group_routes() {
     const std::uint32_t count = at[e + 1];
     at[e + 1] += at[e];
     if (count == 0) continue;
+    std::uint32_t block = kNoBlock;
+    if (blocks_.take(count)) {
+      block = static_cast<std::uint32_t>(block_count_);
+      block_count_ += (count + kBlockRows - 1) / kBlockRows;
+    }
     for (std::size_t part = 0; part < layer_.intermediate.size(); ++part) {
-      groups_.push_back({static_cast<std::uint32_t>(part), static_cast<std::uint32_t>(e), at[e], count});
+      groups_.push_back({static_cast<std::uint32_t>(part), static_cast<std::uint32_t>(e), at[e], count, block});
     }
   }
   routes_.resize(at[layer_.experts]);
@@ -151,6 +181,14 @@ void Pass::group_routes() {
     const std::uint32_t route = at[static_cast<std::size_t>(call_.ids[i])]++;
     routes_[route] = static_cast<std::uint32_t>(i / call_.choices);
     route_of_[i] = static_cast<std::int32_t>(route);
+  }
+  if (block_count_ != 0) {
+    place_of_.assign(routes_.size(), kNoBlock);
+    for (const Group& group : groups_) {
+      for (std::uint32_t i = 0; group.block != kNoBlock && i < group.count; ++i) {
+        place_of_[group.first + i] = static_cast<std::uint32_t>(group.block * kBlockRows) + i;
+      }
+    }
   }
   std::stable_sort(groups_.begin(), groups_.end(), [](const Group& a, const Group& b) { return a.count > b.count; });
 }
@@ -165,13 +203,15 @@ std::size_t Pass::step_count(const Group& group, bool down) const {
 
 // Cuts the groups' work into items of about equal cost, a dozen a thread; more where they would be long, since the last
 // one taken is what the others wait for. The cost is in cycles: what a core takes to read the weights (4 bytes a cycle)
-// or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time).
+// or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time; tiles are 8 times as fast). Blocks are
+// cut in pairs, which share the reading of weights, and so are steps of down for them.
 Items Pass::cut(bool down, std::size_t step_begin, std::size_t step_end) const {
   const std::size_t planes = layer_.activation_bits / 8, matrices = down ? 1 : 2;
   const std::size_t slowness = layer_.layout.bits == 16 ? 2 : 1;  // an instruction takes half as many bfloat16 inputs
   const auto cost = [&](const Group& group, std::size_t rows) {
     const std::size_t k = inputs(group, down);
-    return matrices * std::max(layer_.layout.row_bytes(k) * kStepRows / 4, rows * planes * k * slowness / 2) + 200;
+    const std::size_t speed = group.block == kNoBlock ? 2 : 16;
+    return matrices * std::max(layer_.layout.row_bytes(k) * kStepRows / 4, rows * planes * k * slowness / speed) + 200;
   };
   const auto chunks = [](const Group& group) { return (group.count + kChunkRows - 1) / kChunkRows; };
   std::size_t total = 0;
@@ -187,9 +227,16 @@ Items Pass::cut(bool down, std::size_t step_begin, std::size_t step_end) const {
     const std::size_t steps = std::max<std::size_t>(1, target / cost(groups_[g], groups_[g].count / pieces));
     const std::size_t runs = (end - step_begin + steps - 1) / steps;
     for (std::size_t run = 0; run < runs; ++run) {
-      const Range range = share(end - step_begin, runs, run);
+      Range range = share(end - step_begin, runs, run);
+      if (down && groups_[g].block != kNoBlock) range = {range.begin / 2 * 2, run + 1 < runs ? range.end / 2 * 2 : range.end};
+      if (range.begin == range.end) continue;
       for (std::size_t piece = 0; piece < pieces; ++piece) {
-        const Range rows = share(groups_[g].count, pieces, piece);
+        Range rows = share(groups_[g].count, pieces, piece);
+        if (groups_[g].block != kNoBlock) {
+          constexpr std::uint32_t kPair = 2 * kBlockRows;
+          rows = share((groups_[g].count + kPair - 1) / kPair, pieces, piece);
+          rows = {rows.begin * kPair, std::min(rows.end * kPair, groups_[g].count)};
+        }
         items.all.push_back({static_cast<std::uint32_t>(g), static_cast<std::uint32_t>(step_begin) + range.begin,
                              static_cast<std::uint32_t>(step_begin) + range.end, rows.begin, rows.end});
       }
@@ -220,6 +267,13 @@ std::size_t Pass::scratch_bytes() {
                               64);
     bytes += aligned(routes() * sizeof(Row)) + routes() * product_stride_[part];
     bytes += aligned(routes() * layer_.intermediate[part] * sizeof(float));
+    if (block_count_ == 0) continue;
+    product_block_.push_back(blocks_.block_bytes(layer_.intermediate[part]) + 64);
+    bytes += block_count_ * product_block_[part];
+  }
+  if (block_count_ != 0) {
+    token_block_ = blocks_.block_bytes(layer_.hidden) + 64;
+    bytes += block_count_ * token_block_;
   }
   const std::size_t columns = kColumnBytes / (routes() * parts * sizeof(float)) / 128 * 128;
   column_width_ = std::min(layer_.hidden, std::max<std::size_t>(columns, 128));
@@ -240,7 +294,9 @@ void Pass::place(std::uint8_t* scratch) {
     product_rows_.push_back(reinterpret_cast<Row*>(take(routes() * sizeof(Row))));
     product_bytes_.push_back(take(routes() * product_stride_[part]));
     products_.push_back(reinterpret_cast<float*>(take(routes() * layer_.intermediate[part] * sizeof(float))));
+    if (block_count_ != 0) product_blocks_.push_back(take(block_count_ * product_block_[part]));
   }
+  if (block_count_ != 0) token_blocks_ = take(block_count_ * token_block_);
   results_ = reinterpret_cast<float*>(scratch);
   gate_up_items_ = cut(false, 0, SIZE_MAX);
   for (std::size_t begin = 0; begin < layer_.hidden; begin += column_width_) {
@@ -261,6 +317,17 @@ void Pass::quantize_tokens(std::uint32_t item) noexcept {
     }
     token_rows_[t] = format_.quantize(x, layer_.hidden, layer_.activation_bits, layer_.numerics,
                                               token_bytes_ + t * token_stride_);
+    if (block_count_ != 0) place_token(t);
+  }
+}
+
+// Into the blocks of the experts that it chose.
+void Pass::place_token(std::size_t token) noexcept {
+  for (std::size_t j = 0; j < call_.choices; ++j) {
+    const std::int32_t route = route_of_[token * call_.choices + j];
+    if (route < 0 || place_of_[static_cast<std::size_t>(route)] == kNoBlock) continue;
+    const auto at = static_cast<std::size_t>(route);
+    blocks_.place(token_rows_[token], layer_.hidden, block_at(token_blocks_, token_block_, at), place_of_[at] % kBlockRows);
   }
 }
 
@@ -272,12 +339,49 @@ void Pass::add_bias(const Projection& projection, std::size_t step, float* rows,
   }
 }
 
-void Pass::gate_up(const Item& item) noexcept {
+// From the results of gate and up for a step's columns of `count` routes to their products; both are overwritten.
+void Pass::finish_products(const Group& group, std::size_t step, std::size_t first, std::size_t count, float* gate,
+                           float* up) const noexcept {
+  const Expert& expert = layer_.at(group.part, group.expert);
+  const KernelTable& table = *layer_.kernels;
+  const std::size_t values = count * kStepRows;
+  add_bias(expert.gate, step, gate, kStepRows, count);
+  add_bias(expert.up, step, up, kStepRows, count);
+  if (upstream_) {
+    table.round_bf16(gate, values);
+    table.round_bf16(up, values);
+  }
+  table.activate(layer_.activation, gate, up, up, values);
+  if (upstream_) table.round_bf16(up, values);
+  for (std::size_t i = 0; i < count; ++i) {
+    std::memcpy(product(group.part, first + i) + step * kStepRows, up + i * kStepRows, kStepRows * sizeof(float));
+  }
+}
+
+void Pass::gate_up_blocks(const Item& item) noexcept {
   const Group& group = groups_[item.group];
   const Expert& expert = layer_.at(group.part, group.expert);
   const std::size_t n = layer_.intermediate[group.part], row_bytes = layer_.layout.row_bytes(layer_.hidden);
+  const std::size_t first = group.first + item.row_begin;
+  const Row* pointers[kChunkRows];
+  const BlockedRows rows = blocked(item, token_blocks_, token_block_, pointers);
+  for (std::size_t i = 0; i < rows.count; ++i) pointers[i] = token_rows_ + routes_[first + i];
+  alignas(64) float results[2][kChunkRows * kStepRows];
+  float* const out[2] = {results[0], results[1]};
+  for (std::size_t step = item.step_begin; step < item.step_end; ++step) {
+    const WeightStep both[2] = {step_at(layer_.layout, expert.gate.bytes, expert.gate.scale, n, row_bytes, step),
+                                step_at(layer_.layout, expert.up.bytes, expert.up.scale, n, row_bytes, step)};
+    blocks_.project(both, 2, rows, out, kStepRows);
+    finish_products(group, step, first, rows.count, out[0], out[1]);
+  }
+}
+
+void Pass::gate_up(const Item& item) noexcept {
+  const Group& group = groups_[item.group];
+  if (group.block != kNoBlock) return gate_up_blocks(item);
+  const Expert& expert = layer_.at(group.part, group.expert);
+  const std::size_t n = layer_.intermediate[group.part], row_bytes = layer_.layout.row_bytes(layer_.hidden);
   const std::size_t count = item.row_end - item.row_begin, first = group.first + item.row_begin, pieces = blocks(count);
-  const KernelTable& table = *layer_.kernels;
   const Row* rows[kChunkRows];
   for (std::size_t i = 0; i < count; ++i) rows[i] = token_rows_ + routes_[first + i];
   alignas(64) float gate[kChunkRows * kStepRows];
@@ -294,20 +398,8 @@ void Pass::gate_up(const Item& item) noexcept {
     }
     for (std::size_t b = 0; b < pieces; ++b) {
       const Range range = share(count, pieces, b);
-      const std::size_t values = (range.end - range.begin) * kStepRows;
       kernels_.project(ups, rows + range.begin, range.end - range.begin, ahead(after_ups, pieces, b), up, kStepRows);
-      add_bias(expert.gate, step, gate + range.begin * kStepRows, kStepRows, range.end - range.begin);
-      add_bias(expert.up, step, up, kStepRows, range.end - range.begin);
-      if (upstream_) {
-        table.round_bf16(gate + range.begin * kStepRows, values);
-        table.round_bf16(up, values);
-      }
-      table.activate(layer_.activation, gate + range.begin * kStepRows, up, up, values);
-      if (upstream_) table.round_bf16(up, values);
-      for (std::size_t i = range.begin; i < range.end; ++i) {
-        std::memcpy(product(group.part, first + i) + step * kStepRows, up + (i - range.begin) * kStepRows,
-                    kStepRows * sizeof(float));
-      }
+      finish_products(group, step, first + range.begin, range.end - range.begin, gate + range.begin * kStepRows, up);
     }
   }
 }
@@ -319,12 +411,42 @@ void Pass::quantize_products(std::uint32_t item) noexcept {
       product_rows_[part][route] =
           format_.quantize(product(part, route), layer_.intermediate[part], layer_.activation_bits,
                                    layer_.numerics, product_bytes_[part] + route * product_stride_[part]);
+      if (block_count_ == 0 || place_of_[route] == kNoBlock) continue;
+      blocks_.place(product_rows_[part][route], layer_.intermediate[part],
+                    block_at(product_blocks_[part], product_block_[part], route), place_of_[route] % kBlockRows);
+    }
+  }
+}
+
+void Pass::down_blocks(const Columns& columns, const Item& item) noexcept {
+  const Group& group = groups_[item.group];
+  const Expert& expert = layer_.at(group.part, group.expert);
+  const std::size_t row_bytes = layer_.layout.row_bytes(layer_.intermediate[group.part]);
+  const std::size_t first = group.first + item.row_begin;
+  const Row* pointers[kChunkRows];
+  const BlockedRows rows = blocked(item, product_blocks_[group.part], product_block_[group.part], pointers);
+  for (std::size_t i = 0; i < rows.count; ++i) pointers[i] = product_rows_[group.part] + first + i;
+  for (std::size_t step = item.step_begin; step < item.step_end; step += 2) {
+    const std::size_t count = std::min<std::size_t>(2, item.step_end - step);
+    WeightStep weights[2];
+    float* out[2];
+    for (std::size_t s = 0; s < count; ++s) {
+      weights[s] = step_at(layer_.layout, expert.down.bytes, expert.down.scale, layer_.hidden, row_bytes, step + s);
+      out[s] = results_ + (group.part * routes() + first) * column_width_ + (step + s) * kStepRows - columns.begin;
+    }
+    blocks_.project(weights, count, rows, out, column_width_);
+    for (std::size_t s = 0; s < count; ++s) {
+      add_bias(expert.down, step + s, out[s], column_width_, rows.count);
+      for (std::size_t i = 0; upstream_ && i < rows.count; ++i) {
+        layer_.kernels->round_bf16(out[s] + i * column_width_, kStepRows);
+      }
     }
   }
 }
 
 void Pass::down(const Columns& columns, const Item& item) noexcept {
   const Group& group = groups_[item.group];
+  if (group.block != kNoBlock) return down_blocks(columns, item);
   const Expert& expert = layer_.at(group.part, group.expert);
   const std::size_t row_bytes = layer_.layout.row_bytes(layer_.intermediate[group.part]);
   const std::size_t count = item.row_end - item.row_begin, first = group.first + item.row_begin, pieces = blocks(count);
@@ -414,11 +536,14 @@ void Pass::run(Pool& pool) {
 
 // How many tokens to take at a time, so that what is kept for them stays bounded.
 std::size_t batch_tokens(const Layer& layer, const Call& call) {
+  const BlockKernels& blocks = layer.kernels->format(layer.layout).blocks(layer.activation_bits);
   std::size_t route = 0;
   for (const std::size_t intermediate : layer.intermediate) {
     route += intermediate * sizeof(float) + layer.kernels->format(layer.layout).row_bytes(intermediate, layer.activation_bits) +
              128 * sizeof(float) + 128;
+    if (blocks.block_bytes != nullptr) route += blocks.block_bytes(intermediate) / kBlockRows;
   }
+  if (blocks.block_bytes != nullptr) route += blocks.block_bytes(layer.hidden) / kBlockRows;
   const std::size_t token = call.choices * route + 2 * layer.hidden + 128;
   return std::max<std::size_t>(64, kBatchBytes / token);
 }

@@ -247,7 +247,7 @@ constexpr FormatKernels kBf16{.row_bytes = row_bytes_bf16,
 
 }  // namespace
 
-const KernelTable kTable{
+constinit const KernelTable kTable{
     .name = "scalar",
     .words = "plain C++",
     .bf16_words = "plain C++",

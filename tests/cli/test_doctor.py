@@ -10,7 +10,7 @@ import pytest
 
 from ktplan.cli.doctor import Check, checks
 from ktplan.hardware import Gpu, NumaNode, detect
-from ktplan.kernels import Chosen, available_isas
+from ktplan.kernels import Chosen, available_isas, bf16_words, isa
 
 FAST = Chosen("avx512-vnni", "the best of this machine", (("amx-int8", "no amx_int8"),))
 
@@ -54,6 +54,19 @@ def test_rejected_instruction_sets_come_with_their_reason() -> None:
     assert line(checks(detect(), FAST, None), "not amx-int8").value == "no amx_int8"
 
 
+def test_every_set_of_kernels_is_shown_with_what_it_is_to_this_machine() -> None:
+    """The one in use, those that could be asked for, those that cannot run and why; and what multiplies bfloat16."""
+    chosen = isa()
+    found = checks(detect(), chosen, None)
+    assert line(found, "kernels").value.startswith(f"{chosen.value}: ")
+    assert line(found, "bfloat16 experts").value == bf16_words(chosen.value)
+    lower = line(found, "lower kernels").value if chosen.value != "scalar" else ""
+    for name in ("amx-int8", "avx512-vnni", "avx-vnni", "avx512", "avx2", "scalar"):
+        rejected = any(check.what == f"not {name}" and check.value for check in found)
+        listed = name in lower.partition(" (")[0].split(", ")
+        assert [name == chosen.value, rejected, listed].count(True) == 1, name
+
+
 def test_several_numa_nodes_suggest_parts() -> None:
     nodes = tuple(NumaNode(index=n, cpus=(n,), memory_total=2**34) for n in range(2))
     found = line(checks(replace(detect(), numa_nodes=nodes), FAST, None), "NUMA nodes")
@@ -74,3 +87,24 @@ def test_a_gpu_is_listed_with_its_memory() -> None:
     )
     found = line(checks(replace(detect(), gpus=(gpu,)), FAST, None), "GPU 0")
     assert found.value == "NVIDIA GeForce RTX 4090, 24.0 GiB, 23.0 GiB free"
+
+
+def test_tiles_are_detected_permitted_emulated_and_forced(cli: Callable[..., Any]) -> None:
+    from ktplan import kernels
+
+    state = kernels.tile_state()
+    report = cli("doctor", "--json").ok().json()
+    assert report["tiles"] == state._asdict()
+    if state.permitted or not {"avx512_vnni", "avx512bw"} <= set(kernels.cpu_features()):
+        pytest.skip("needs AVX-512 VNNI and no AMX")
+    forced = {"KTPLAN_ISA": "amx-int8"}
+    emulated = cli("doctor", env={**forced, "KTPLAN_AMX_EMULATED": "1"}).ok().stdout
+    assert (
+        "not detected, emulated by a trap handler, forced by KTPLAN_ISA: the processor has no amx" in emulated
+    )
+    assert "amx-int8: KTPLAN_ISA asks for it; emulated" in emulated
+    refused = cli("doctor", env=forced)
+    assert (
+        refused.code == 5
+        and "'amx-int8' cannot run on this machine: the processor has no amx" in refused.stdout
+    )

@@ -16,7 +16,8 @@ from ktplan.errors import BadUsage
 from ktplan.model import open_source
 from ktplan.quant import Scheme
 from ktplan.quant.gptq import Effort
-from ktplan.quant.row_feedback import nearest, with_feedback
+from ktplan.quant.groups import narrow, widen
+from ktplan.quant.row_feedback import Grid, nearest, with_feedback
 from ktplan.store import ExpertStore
 
 TOKENS = 1024
@@ -69,18 +70,35 @@ def output_error(weight: torch.Tensor, rounded: Any, moments: torch.Tensor) -> f
 @pytest.mark.parametrize("parts", [1, 2])
 def test_feedback_beats_the_nearest_levels_and_stays_in_the_format(parts: int, top: int) -> None:
     weight, moments = correlated()
-    plain = nearest(weight, moments.diagonal(), parts, top)
-    fitted = with_feedback(weight, moments, parts, top, Effort())
+    grid = Grid.of_rows(top, parts)
+    plain = nearest(weight, moments.diagonal(), grid)
+    fitted = with_feedback(weight, moments, grid, Effort())
     assert output_error(weight, fitted, moments) < 0.75 * output_error(weight, plain, moments)
     assert fitted.step.shape == (64, parts) and int(fitted.levels.abs().max()) <= top
     assert bool((fitted.step > 0).all())
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_feedback_works_with_groups_whose_scales_are_bfloat16(group: int) -> None:
+    weight, moments = correlated(inputs=256)
+    grid = Grid.of_groups(256, group)
+    plain = nearest(weight, moments.diagonal(), grid)
+    unpolished = with_feedback(weight, moments, grid, Effort(polish=0))
+    fitted = with_feedback(weight, moments, grid, Effort())
+    errors = [output_error(weight, rounded, moments) for rounded in (plain, unpolished, fitted)]
+    assert errors[1] < 0.75 * errors[0] and errors[2] < errors[1]
+    assert fitted.step.shape == (64, 256 // group)
+    assert int(fitted.levels.min()) == -8 and int(fitted.levels.max()) == 7
+    step = fitted.step.numpy()
+    assert np.array_equal(widen(narrow(step)), step)
+    assert (step < 0).any() and (step > 0).any()
 
 
 def test_inputs_and_rows_that_are_never_used_do_no_harm() -> None:
     weight, moments = correlated()
     moments[:, 5] = moments[5, :] = 0
     weight[7] = 0
-    fitted = with_feedback(weight, moments, 1, 7, Effort())
+    fitted = with_feedback(weight, moments, Grid.of_rows(7, 1), Effort())
     assert bool(fitted.weight().isfinite().all()) and not fitted.levels[7].any()
     # An input that calibration never saw keeps its weight, rounded.
     rest = (weight - fitted.weight())[:, 5].abs()

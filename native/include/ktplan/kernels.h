@@ -49,6 +49,31 @@ struct ProjectKernels {
   std::size_t max_rows;  // rows that one call takes
 };
 
+// Rows of activations in blocks of kBlockRows, for instruction sets that multiply whole blocks (AMX).
+struct BlockedRows {
+  const std::uint8_t* blocks;  // one behind the other; only the last may hold fewer rows
+  std::size_t block_bytes;
+  const Row* const* rows;  // for their scales
+  std::size_t count;       // at most kMaxBlocks * kBlockRows
+};
+inline constexpr std::size_t kBlockRows = 16;
+inline constexpr std::size_t kMaxBlocks = 6;
+
+// How rows get into blocks, and what one or two steps of weights give with them. All null where a table takes rows as
+// they are. Results are those of ProjectKernels, bit for bit, except that bfloat16 weights have blocks always or never.
+struct BlockKernels {
+  std::size_t min_rows = 0;  // an expert's own tokens from which blocks are faster
+  std::size_t (*block_bytes)(std::size_t k) noexcept = nullptr;
+  // Copies a quantized row to place `index` of a block.
+  void (*place)(const Row& row, std::size_t k, std::uint8_t* block, std::size_t index) noexcept = nullptr;
+  // out[s][r * stride + c], 32 columns of steps[s]; `count` 1 or 2 steps of the same shape.
+  void (*project)(const WeightStep* steps, std::size_t count, const BlockedRows& rows, float* const* out,
+                  std::size_t stride) noexcept = nullptr;
+  void (*dots)(const WeightStep& step, const BlockedRows& rows, std::int64_t* out) noexcept = nullptr;
+
+  bool take(std::size_t rows) const { return place != nullptr && rows >= min_rows; }
+};
+
 // One format of weights: how rows of activations are kept for it, and multiplied with it.
 struct FormatKernels {
   // Bytes of a quantized row; `bits` is 8 or 16, k a multiple of the layout's.
@@ -56,8 +81,10 @@ struct FormatKernels {
   // Quantizes k values to levels of at most `limit` in size, writes them to `bytes`.
   Row (*quantize)(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept;
   ProjectKernels a8, a16;
+  BlockKernels blocks8{}, blocks16{};
 
   const ProjectKernels& projections(int activation_bits) const { return activation_bits == 8 ? a8 : a16; }
+  const BlockKernels& blocks(int activation_bits) const { return activation_bits == 8 ? blocks8 : blocks16; }
 };
 
 // What stands between gate, up and down; "activate" in numerics.h.

@@ -145,7 +145,10 @@ TEST(calls_without_work_give_zeros) {
 
 TEST(layers_may_run_at_once_on_their_own_pools_and_on_a_common_one) {
   Pool mine(places({0, 0}), 20), common(places({0, 1}), 20);
-  const KernelTable* const best = candidates().front().missing.empty() ? candidates().front().table : candidates().back().table;
+  const KernelTable* best = nullptr;
+  for (const Candidate& candidate : candidates()) {
+    if (best == nullptr && candidate.missing.empty()) best = candidate.table;
+  }
   const Model first(best, kInt8Layout, 1, 16), second(best, kInt4Layout, 2, 8);
   Tokens a(9), b(9);
   const std::vector<float> expected_a = a.run(first.layer, mine), expected_b = b.run(second.layer, mine);
