@@ -34,6 +34,7 @@ class Layer:
         hidden: int,
         bits: int,
         group: int,
+        offsets: bool,
         pool: Pool,
         isa: str,
         activation_bits: int,
@@ -63,7 +64,7 @@ def quantize(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
 def dots(isa: str, x: Any, packed: Any, n: int, bits: int, activation_bits: int) -> npt.NDArray[np.int64]: ...
 def project(
-    isa: str, x: Any, packed: Any, scale: Any, n: int, bits: int, group: int, activation_bits: int
+    isa: str, x: Any, packed: Any, scale: Any, n: int, bits: int, group: int, activation_bits: int, offsets: bool
 ) -> npt.NDArray[np.float32]: ...
 def activate(
     isa: str, gate: Any, up: Any, activation: str, alpha: float, limit: float
@@ -77,5 +78,6 @@ def pack_weights(
     rounding: str,
     multipliers: Any,
     group: int,
-    shares: Any,
+    offsets: bool,
+    tries: Any,
 ) -> list[tuple[bool, float, float]]: ...

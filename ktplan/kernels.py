@@ -306,7 +306,8 @@ class ExpertLayer:
 
     `parts[p][e]` is part p of expert e, None for an expert that is not on this device: tokens routed to it get no
     contribution. `intermediate` is the sum over the parts. `bits`: 8, 4, or 16 for bfloat16 weights; `group`: with 4
-    bits the inputs that share a scale (32, 64, 128), None where a whole row does. `activation_bits`: 16 keeps
+    bits the inputs that share a scale (32, 64, 128), None where a whole row does; `offsets`: scales of groups choose
+    what is added to levels (quant.groups). `activation_bits`: 16 keeps
     activations as good as bf16 and better; 8 is faster with many tokens and what kt-kernel does.
     `numerics="upstream"` (with 8 bits) also rounds to bfloat16 where kt-kernel does, to compare with it.
 
@@ -322,6 +323,7 @@ class ExpertLayer:
         intermediate: int,
         bits: int,
         group: int | None = None,
+        offsets: bool = False,
         activation: Activation = SILU,
         threads_pool: Pool | None = None,
         isa: str | None = None,
@@ -338,6 +340,8 @@ class ExpertLayer:
         if memory not in ("mapped", "moved", "copied"):
             raise BadUsage(f"memory {memory!r} is not known", hint="use 'mapped', 'moved' or 'copied'")
         _check_settings(bits, group, activation_bits, numerics)
+        if offsets and group is None:
+            raise BadUsage("only groups have offsets", hint="give `group`, or leave out `offsets`")
         _check_sizes(parts, hidden, intermediate, bits, group)
         self.hidden = hidden
         self.intermediate = intermediate
@@ -362,6 +366,7 @@ class ExpertLayer:
             hidden,
             bits,
             group or 0,
+            offsets,
             self.pool._native,
             self.isa.value,
             activation_bits,
@@ -492,9 +497,10 @@ def project_rows(
     *,
     isa: str,
     group: int | None = None,
+    offsets: bool = False,
 ) -> F32:
     """x [T, K] times a packed projection of `rows` outputs, [T, rows], as a layer computes it. For tests."""
-    return _native.project(isa, x, packed, scale, rows, bits, group or 0, activation_bits)
+    return _native.project(isa, x, packed, scale, rows, bits, group or 0, activation_bits, offsets)
 
 
 def activate(gate: F32, up: F32, *, isa: str, activation: Activation = SILU) -> F32:
@@ -531,14 +537,15 @@ def pack_weights(
     multipliers: npt.NDArray[np.uint16],
     *,
     group: int | None = None,
-    shares: F32 | None = None,
+    offsets: bool = False,
+    tries: F32 | None = None,
     pool: Pool | None = None,
     isa: str | None = None,
 ) -> list[PackOutcome]:
     """Quantize and pack on all threads of `pool`, with the bytes that quant.rounding and quant.groups specify.
 
-    `bits` 16 is bfloat16. `multipliers` is the grid of a row's search (quant.rounding.multipliers), `shares` that of a
-    group's (quant.groups.shares). N must be a multiple of 32, K of the layout's unit.
+    `bits` 16 is bfloat16. `multipliers` is the grid of a row's search (quant.rounding.multipliers), `tries` that of a
+    group's (quant.groups.tries of `offsets`). N must be a multiple of 32, K of the layout's unit.
     Raises ValueError or TypeError naming the argument for other shapes and dtypes.
     """
     own = pool if pool is not None else Pool.default()
@@ -550,6 +557,7 @@ def pack_weights(
         rounding,
         multipliers,
         group or 0,
-        np.empty(0, np.float32) if shares is None else shares,
+        offsets,
+        np.empty(0, np.float32) if tries is None else tries,
     )
     return [PackOutcome(*one) for one in found]

@@ -332,7 +332,7 @@ def _round(
 def _stored(levels: I8, step: F32, scheme: Scheme) -> QuantizedRows | QuantizedGroups:
     """`step` [N, number of scales a row]."""
     if scheme.group is not None:
-        return QuantizedGroups(np.ascontiguousarray(levels), narrow(np.ascontiguousarray(step)), scheme.group)
+        return QuantizedGroups(np.ascontiguousarray(levels), narrow(np.ascontiguousarray(step)), scheme.group, scheme.offsets)
     scale = step[:, 0] / np.float32(16) if scheme.tile_bits == 4 else step[:, 0]
     return QuantizedRows(np.ascontiguousarray(levels), np.ascontiguousarray(scale), scheme.tile_bits)
 
@@ -347,7 +347,7 @@ def _finished_store(journal: Journal, source: WeightSource, scheme: Scheme, shap
     finished = {layer: journal.finished[layer] for layer in job.layers if layer in journal.finished}
     manifest = StoreManifest(
         model=job.model, family=spec.family, fingerprint=job.fingerprint, scheme=job.scheme, bits=scheme.bits,
-        rounding=job.rounding, layout=layout_for(scheme.bits, scheme.group).name, parts=shape.parts,
+        rounding=job.rounding, layout=layout_for(scheme.bits, scheme.group, scheme.offsets).name, parts=shape.parts,
         layers=tuple(finished), experts=spec.experts, hidden=spec.hidden, intermediate=shape.intermediate,
         padding=shape.padding,
         activation=spec.activation,

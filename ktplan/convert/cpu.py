@@ -35,8 +35,10 @@ from ktplan.hardware import available_memory
 from ktplan.kernels import Pool
 from ktplan.model.source import PROJECTIONS, WeightSource
 from ktplan.progress import SILENT, Progress, Task
+from ktplan.quant.groups import quantize_groups, widen
 from ktplan.quant.scheme import Scheme
-from ktplan.store.layout import check_parts, layout_for, padded
+from ktplan.quant.stored import squared_error_stored
+from ktplan.store.layout import LAYOUTS, check_parts, layout_for, padded
 from ktplan.store.manifest import StoreManifest, StoreShape
 from ktplan.store.writer import shard_bytes, write_index
 from ktplan.units import format_bytes
@@ -49,6 +51,8 @@ __all__ = ["Plan", "Report", "convert_cpu", "plan_cpu", "quantize_expert"]
 _MOST_THREADS = 64
 # Threads that read a quantized checkpoint, whose experts take work to read.
 _MOST_READERS = 4
+# Rows of gate and up that decide what groups mean.
+_SAMPLE_ROWS = 16
 # store.json and the index: a generous allowance in the check of free space, per expert.
 _BYTES_OF_NAMES = 2048
 
@@ -105,6 +109,7 @@ def plan_cpu(
     spec = source.spec
     spec.check_experts(calibrated=calibration is not None)
     check_parts(spec, scheme.bits, numa_parts, scheme.group)
+    scheme = settled(source, scheme)
     if (scheme.rounding == "gptq") != (calibration is not None):
         raise BadUsage(
             "--rounding gptq needs calibration text, and nothing else uses it",
@@ -159,6 +164,7 @@ def convert_cpu(
     plan = plan_cpu(
         source, out, scheme, numa_parts, threads=threads, calibration=calibration, mixed=mixed, measure=False
     )
+    scheme = replace(scheme, offsets=LAYOUTS[plan.job.layout].offsets)
     shape = shape_of(source, scheme, numa_parts)
     if mixed is not None:
         shape = replace(shape, wide=choose_wide(source, scheme, shape, mixed, plan.threads, progress))
@@ -293,6 +299,30 @@ def publish(journal: Journal, source: WeightSource, scheme: Scheme, shape: Store
     return manifest
 
 
+def settled(source: WeightSource, scheme: Scheme) -> Scheme:
+    """`scheme` with the meaning of groups that fits this model: one for the whole store, whatever is stopped and resumed.
+
+    The first rows of the first expert decide. Offsets have the smaller error, except where a model comes in 4-bit groups
+    itself (Kimi-K2): plain ones keep it exactly. Calibration fits plain ones.
+    """
+    if scheme.group is None or scheme.rounding == "gptq":
+        return scheme
+    reader = Reader(source)
+    try:
+        gate, up, *_ = reader.read(Slot(), source.spec.moe_layers[0], 0)
+    finally:
+        reader.close()
+    rows = np.concatenate([gate[:_SAMPLE_ROWS], up[:_SAMPLE_ROWS]])
+    weights = widen(rows) if rows.dtype == np.uint16 else rows
+    if not np.isfinite(weights).all():
+        return scheme  # refused by its name when its turn comes
+    plain, moved = (
+        squared_error_stored(weights, quantize_groups(weights, scheme.group, offsets=offsets))[0]
+        for offsets in (False, True)
+    )
+    return replace(scheme, offsets=moved < plain)
+
+
 def job_of(
     source: WeightSource,
     scheme: Scheme,
@@ -307,7 +337,7 @@ def job_of(
         fingerprint=spec.fingerprint,
         scheme=scheme.name if mixed is None else f"{scheme.name} and int8-row",
         rounding=scheme.rounding,
-        layout=layout_for(scheme.bits, scheme.group).name,
+        layout=layout_for(scheme.bits, scheme.group, scheme.offsets).name,
         parts=parts,
         mixed=mixed,
         layers=spec.moe_layers,
@@ -327,6 +357,7 @@ def shape_of(source: WeightSource, scheme: Scheme, parts: int) -> StoreShape:
         hidden=spec.hidden,
         intermediate=width,
         padding=width - spec.moe_intermediate,
+        offsets=scheme.offsets,
     )
 
 

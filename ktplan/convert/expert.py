@@ -14,10 +14,10 @@ import numpy.typing as npt
 from ktplan.errors import BadInput, KtplanError
 from ktplan.kernels import PackOutcome, PackTask, Pool, pack_weights
 from ktplan.model.source import PROJECTIONS, ExpertWeights, Place, WeightSource
-from ktplan.quant.groups import U16, shares
+from ktplan.quant.groups import U16, tries
 from ktplan.quant.rounding import F32, multipliers
 from ktplan.quant.scheme import TOP_LEVEL, Rounding, Scheme
-from ktplan.store.layout import U8, padded
+from ktplan.store.layout import U8, Layout, padded
 from ktplan.store.manifest import StoreShape
 
 Matrix = npt.NDArray[Any]  # float32, or bfloat16 as uint16; rows are outputs
@@ -157,7 +157,7 @@ def pack_expert(
             start += scale_size
             tasks.append(PackTask(piece, out[place : place + size], scale))
     assert start == len(out)
-    found = pack_tasks(tasks, bits, scheme.rounding, layout.group, pool)
+    found = pack_tasks(tasks, bits, scheme.rounding, layout, pool)
     if not all(outcome.finite for outcome in found):
         return None
     return [
@@ -170,13 +170,14 @@ def pack_expert(
 
 
 def pack_tasks(
-    tasks: Sequence[PackTask], bits: int, rounding: Rounding, group: int | None, pool: Pool | None
+    tasks: Sequence[PackTask], bits: int, rounding: Rounding, layout: Layout, pool: Pool | None
 ) -> list[PackOutcome]:
     """Quantize and pack with the grids of the searches that the specifications give."""
     rule: Literal["kt", "mse"] = "kt" if rounding == "kt" else "mse"
     return pack_weights(
-        tasks, bits, rule, multipliers(TOP_LEVEL[bits]), group=group, shares=shares(), pool=pool
-    )
+        tasks, bits, rule, multipliers(TOP_LEVEL[bits]),
+        group=layout.group, offsets=layout.offsets, tries=tries(layout.offsets), pool=pool,
+    )  # fmt: skip
 
 
 def quantize_expert(
@@ -187,7 +188,7 @@ def quantize_expert(
     width = padded(own, scheme.bits)
     shape = StoreShape(
         bits=scheme.bits, group=scheme.group, parts=parts, experts=1, hidden=hidden, intermediate=width,
-        padding=width - own,
+        padding=width - own, offsets=scheme.offsets,
     )  # fmt: skip
     out = np.empty(shape.plain_bytes(scheme.bits), np.uint8)
     errors = pack_expert(weights, scheme, shape, scheme.bits, out)

@@ -161,7 +161,7 @@ def _search_groups(grouped: Tensor, importance: Tensor, grid: Grid) -> Tensor:
         best, least = torch.where(better, step, best), torch.minimum(error, least)
         fitted = torch.where(better, own, fitted)
 
-    for share in groups.shares().tolist():
+    for share in groups.tries(offsets=False).tolist():
         attempt(peak * share)
     for _ in range(_GROUP_REFITS):
         attempt(fitted)

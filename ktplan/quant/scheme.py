@@ -25,7 +25,8 @@ class Scheme:
     `group` None: one scale for each output row. `bits` 8: levels -127..127. `bits` 4: levels -7..7. `bits` 2: levels
     -1..1, kept in INT4 tiles; a deliberately coarse specimen that makes the cost of quantization visible, not a format
     to run models in. `bits` 4 with `group` 32, 64 or 128: levels -8..7, a scale for so many inputs of a row.
-    `bits` 16: bfloat16, no scales.
+    `offsets`: a group's scale also chooses an offset for its levels (quant.groups), which fits all weights better but
+    those that were plain groups before. `bits` 16: bfloat16, no scales.
     `rounding` "mse": each scale is searched for the least squared error. "kt": kt-kernel's rule and bytes. "gptq":
     levels and scales are fitted to calibration text (convert.calibrated); the format is the same. "nearest": bfloat16.
     Raises BadUsage for a combination that does not exist.
@@ -34,6 +35,7 @@ class Scheme:
     bits: int
     group: int | None = None
     rounding: Rounding = "mse"
+    offsets: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in TOP_LEVEL:
@@ -50,6 +52,8 @@ class Scheme:
             raise BadUsage(
                 f"groups of {self.group} weights do not exist", hint="use --group-size 32, 64, 128 or row"
             )
+        if self.offsets and self.group is None:
+            raise BadUsage("only groups have offsets", hint="use --group-size 32, 64 or 128")
         if self.rounding not in ("mse", "kt", "gptq", "nearest"):
             raise BadUsage(f"rounding '{self.rounding}' is not known", hint="use --rounding mse, kt or gptq")
         if (self.rounding == "nearest") != (self.bits == 16):

@@ -36,7 +36,7 @@ def joined_rows(pieces: Sequence[Stored]) -> Stored:
     if isinstance(first, QuantizedGroups):
         groups = [piece for piece in pieces if isinstance(piece, QuantizedGroups)]
         levels, scales = [piece.levels for piece in groups], [piece.scale for piece in groups]
-        return QuantizedGroups(np.concatenate(levels), np.concatenate(scales), first.group)
+        return QuantizedGroups(np.concatenate(levels), np.concatenate(scales), first.group, first.offsets)
     rows = [piece for piece in pieces if isinstance(piece, QuantizedRows)]
     return QuantizedRows(
         np.concatenate([piece.levels for piece in rows]),
@@ -50,7 +50,7 @@ def some_rows(rows: Stored, own: slice) -> Stored:
     if isinstance(rows, Bfloat16Rows):
         return Bfloat16Rows(rows.bits[own])
     if isinstance(rows, QuantizedGroups):
-        return QuantizedGroups(rows.levels[own], rows.scale[own], rows.group)
+        return QuantizedGroups(rows.levels[own], rows.scale[own], rows.group, rows.offsets)
     return QuantizedRows(
         np.ascontiguousarray(rows.levels[own]), np.ascontiguousarray(rows.scale[own]), rows.tile_bits
     )

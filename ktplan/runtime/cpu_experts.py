@@ -61,6 +61,7 @@ class CpuExperts:
                 intermediate=manifest.intermediate,
                 bits=LAYOUTS[name].tile_bits,
                 group=LAYOUTS[name].group,
+                offsets=LAYOUTS[name].offsets,
                 activation=SILU if source is None else _activation(source.spec),
                 threads_pool=pool,
                 activation_bits=activation_bits,

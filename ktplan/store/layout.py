@@ -13,6 +13,9 @@ well. The last block of N or K may be shorter.
 Scales lie apart. One scale a row: float32 in natural order. One for each group of a row's inputs: bfloat16, for each 32
 rows and each group in order the 32 rows' scales, which is one line of 64 bytes. BF16 has none.
 
+A group's weight is level * scale in layouts `int4-g32-v1` and so on; in `int4-g32-o-v1` it is (level + offset) * scale,
+where the scale's last two bits, 0 to 3, mean the offset 0.5, 1, 1.5 or 2 (see quant.groups). Both take the same bytes.
+
 NUMA parts split the intermediate size: part p has its share of gate and up rows and of down columns.
 """
 
@@ -47,6 +50,7 @@ class Layout:
     byte_block: int
     unit: int
     group: int | None = None
+    offsets: bool = False  # scales of groups choose offsets for levels
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of one row of K = `columns` inputs."""
@@ -71,7 +75,13 @@ class Layout:
 AMX_INT8 = Layout("amx-int8-v1", 8, 64, 3584, 64)
 AMX_INT4 = Layout("amx-int4-v1", 4, 128, 1792, 128)
 BF16 = Layout("bf16-v1", 16, 64, 3584, 32)
-_GROUPED = {group: Layout(f"int4-g{group}-v1", 4, 128, 1792, 128, group) for group in GROUPS}
+_GROUPED = {
+    (group, offsets): Layout(
+        f"int4-g{group}-{'o-' if offsets else ''}v1", 4, 128, 1792, 128, group, offsets
+    )
+    for group in GROUPS
+    for offsets in (False, True)
+}
 _OPTIONS = {8: "--bits 8", 16: "--dtype bf16"}  # what a user asks for
 LAYOUTS = {layout.name: layout for layout in (AMX_INT8, AMX_INT4, BF16, *_GROUPED.values())}
 
@@ -86,13 +96,13 @@ class Sizes(Protocol):
     def moe_intermediate(self) -> int: ...
 
 
-def layout_for(bits: int, group: int | None = None) -> Layout:
+def layout_for(bits: int, group: int | None = None, offsets: bool = False) -> Layout:
     """The layout of a scheme: 16 bits, 8 in INT8 tiles, 4 (with groups or without) and 2 in INT4 tiles.
 
     What `bits` alone decides (tiles, units, legal parts) is the same for all groups.
     """
     if group is not None and bits == 4:
-        return _GROUPED[group]
+        return _GROUPED[group, offsets]
     return {16: BF16, 8: AMX_INT8}.get(bits, AMX_INT4)
 
 

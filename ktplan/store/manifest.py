@@ -51,6 +51,7 @@ class StoreShape:
     wide: ExpertSet = ExpertSet()
     padding: int = 0
     group: int | None = None  # inputs that share a scale; None: a whole row
+    offsets: bool = False  # scales of groups choose offsets for levels
 
     def layout_of(self, layer: int, expert: int) -> Layout:
         """How an expert's weights and scales lie."""
@@ -58,7 +59,7 @@ class StoreShape:
 
     def layout(self, bits: int) -> Layout:
         """The layout of this store's experts of that width."""
-        return layout_for(bits, self.group if bits == self.bits else None)
+        return layout_for(bits, self.group if bits == self.bits else None, self.offsets)
 
     def bits_of(self, layer: int, expert: int) -> int:
         """Width of an expert's weights."""
@@ -191,6 +192,7 @@ class StoreManifest:
             wide=self.wide,
             padding=self.padding,
             group=self.group,
+            offsets=LAYOUTS[self.layout].offsets,
         )
 
     @property

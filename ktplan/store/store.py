@@ -219,7 +219,7 @@ def _unpacked(weight: U8, scale: F32 | U16 | None, rows: int, columns: int, layo
     levels = unpack(weight, rows, columns, layout.tile_bits)
     if layout.group is None:
         return QuantizedRows(levels, scale.view(np.float32), layout.tile_bits)
-    return QuantizedGroups(levels, unpack_scales(scale.view(np.uint16), rows), layout.group)
+    return QuantizedGroups(levels, unpack_scales(scale.view(np.uint16), rows), layout.group, layout.offsets)
 
 
 def _unfinished(path: Path) -> BadInput:

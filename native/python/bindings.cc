@@ -115,12 +115,13 @@ Numerics numerics_named(const std::string& name) {
 }
 
 // `group`: inputs that share a scale, 0 where a row does (and for bfloat16, which has none).
-Layout layout_for(std::size_t bits, std::size_t group) {
+Layout layout_for(std::size_t bits, std::size_t group, bool offsets) {
+  if (offsets && group == 0) wrong("offsets", "false where rows have scales", "true");
   if (group != 0 && (bits != 4 || (group != 32 && group != 64 && group != 128))) {
     wrong("group", bits == 4 ? "0, 32, 64 or 128" : "0 with " + std::to_string(bits) + " bits", std::to_string(group));
   }
   if (bits == 8) return kInt8Layout;
-  if (bits == 4) return group == 0 ? kInt4Layout : grouped(group);
+  if (bits == 4) return group == 0 ? kInt4Layout : grouped(group, offsets);
   if (bits == 16) return kBf16Layout;
   wrong("bits", "16, 8 or 4", std::to_string(bits));
 }
@@ -153,12 +154,12 @@ struct PreparedCall {
 
 class LayerHandle {
  public:
-  LayerHandle(const nb::list& parts, std::size_t hidden, std::size_t bits, std::size_t group,
+  LayerHandle(const nb::list& parts, std::size_t hidden, std::size_t bits, std::size_t group, bool offsets,
               std::shared_ptr<Pool> pool, const std::string& isa, int activation_bits, const std::string& numerics,
               const std::string& activation, float alpha, float limit)
       : pool_(std::move(pool)) {
     layer_.kernels = &table_named(isa);
-    layer_.layout = layout_for(bits, group);
+    layer_.layout = layout_for(bits, group, offsets);
     layer_.activation = activation_named(activation, alpha, limit);
     layer_.hidden = hidden;
     layer_.activation_bits = checked_activation_bits(activation_bits);
@@ -474,7 +475,7 @@ void each_product(const KernelTable& table, const Layout& layout, const Array& x
 nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle array, nb::handle packed_array,
                                           std::size_t n, std::size_t bits, int activation_bits) {
   if (bits == 16) wrong("bits", "8 or 4", "16");
-  const Layout layout = layout_for(bits, 0);
+  const Layout layout = layout_for(bits, 0, false);
   const Array x = float_matrix(array, "x", layout.k_multiple);
   const Array packed = array_from<Array>(packed_array, "packed");
   const std::vector<float> scale(n, 1.0f);
@@ -492,8 +493,8 @@ nb::ndarray<nb::numpy, std::int64_t> dots(const std::string& isa, nb::handle arr
 // x times a packed projection of n columns, as the layer computes it.
 nb::ndarray<nb::numpy, float> project(const std::string& isa, nb::handle array, nb::handle packed_array,
                                       nb::handle scale_array, std::size_t n, std::size_t bits, std::size_t group,
-                                      int activation_bits) {
-  const Layout layout = layout_for(bits, group);
+                                      int activation_bits, bool offsets) {
+  const Layout layout = layout_for(bits, group, offsets);
   const Array x = float_matrix(array, "x", layout.k_multiple);
   const Array packed = array_from<Array>(packed_array, "packed");
   Array scale;
@@ -548,7 +549,7 @@ std::tuple<bool, bool, bool, std::string> tiles() {
 // values are finite, and the sums over its rows, in order, of squared errors and of squared weights.
 std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& isa, Pool& pool, const nb::list& tasks, int bits,
                                                            const std::string& rounding, nb::handle multipliers, std::size_t group,
-                                                           nb::handle shares) {
+                                                           bool offsets, nb::handle tries) {
   table_named(isa);
   const QuantizeTable* table = find_quantize_table(isa.c_str());
   if (table == nullptr) wrong("isa", "a set of kernels that quantizes", isa);
@@ -558,9 +559,9 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
   const Array grid = array_from<Array>(multipliers, "multipliers");
   check(grid, "multipliers", dtype_code::UInt, 16, {grid.size()});
   if (grid.size() == 0 && bits != 16 && group == 0) wrong("multipliers", "at least one", "none");
-  const Array steps = array_from<Array>(shares, "shares");
-  check(steps, "shares", dtype_code::Float, 32, {steps.size()});
-  if (group != 0 && steps.size() == 0) wrong("shares", "at least one", "none");
+  const Array steps = array_from<Array>(tries, "tries");
+  check(steps, "tries", dtype_code::Float, 32, {steps.size()});
+  if (group != 0 && steps.size() == 0) wrong("tries", "at least one", "none");
   const Layout& layout = bits == 16 ? kBf16Layout : bits == 8 ? kInt8Layout : kInt4Layout;
   std::vector<Array> kept;
   std::vector<QuantizeTask> work;
@@ -592,7 +593,7 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
                                 static_cast<std::uint8_t*>(packed.data()), scale.data(), errors.back().data()});
     kept.push_back(std::move(matrix));
   }
-  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size(), group,
+  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size(), group, offsets,
                           static_cast<const float*>(steps.data()), steps.size()};
   const auto finite = std::make_unique<bool[]>(work.size());
   {
@@ -654,11 +655,11 @@ NB_MODULE(_native, m) {
   m.def("dots", &dots, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("n"), nb::arg("bits"),
         nb::arg("activation_bits"));
   m.def("project", &project, nb::arg("isa"), nb::arg("x"), nb::arg("packed"), nb::arg("scale").none(), nb::arg("n"),
-        nb::arg("bits"), nb::arg("group"), nb::arg("activation_bits"));
+        nb::arg("bits"), nb::arg("group"), nb::arg("activation_bits"), nb::arg("offsets"));
   m.def("activate", &activate, nb::arg("isa"), nb::arg("gate"), nb::arg("up"), nb::arg("activation"), nb::arg("alpha"),
         nb::arg("limit"));
   m.def("pack_weights", &pack_weights, nb::arg("isa"), nb::arg("pool"), nb::arg("tasks"), nb::arg("bits"), nb::arg("rounding"),
-        nb::arg("multipliers"), nb::arg("group"), nb::arg("shares"));
+        nb::arg("multipliers"), nb::arg("group"), nb::arg("offsets"), nb::arg("tries"));
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
 
   nb::class_<Pool>(m, "Pool")
@@ -677,9 +678,9 @@ NB_MODULE(_native, m) {
   nb::class_<Job>(m, "Job").def("wait", &Job::wait).def_prop_ro("done", &Job::done);
 
   nb::class_<LayerHandle>(m, "Layer")
-      .def(nb::init<const nb::list&, std::size_t, std::size_t, std::size_t, std::shared_ptr<Pool>, const std::string&,
+      .def(nb::init<const nb::list&, std::size_t, std::size_t, std::size_t, bool, std::shared_ptr<Pool>, const std::string&,
                     int, const std::string&, const std::string&, float, float>(),
-           nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("group"), nb::arg("pool"), nb::arg("isa"),
+           nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("group"), nb::arg("offsets"), nb::arg("pool"), nb::arg("isa"),
            nb::arg("activation_bits"), nb::arg("numerics"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"))
       .def("forward", &LayerHandle::run, nb::arg("hidden").none(), nb::arg("top_k_index").none(), nb::arg("top_k_weights").none(),
            nb::arg("out").none())

@@ -6,6 +6,7 @@
 
 #include "amx_blocks.h"
 #include "ktplan/kernels.h"
+#include "rows.h"
 #include "ktplan/tables.h"
 
 namespace ktplan::amx {
@@ -61,25 +62,34 @@ void dots(const WeightStep& step, const BlockedRows& rows, std::int64_t* out) no
 
 // --- Groups of inputs with scales of their own ---
 
+// The scales of one group of a step, what they add to levels, and where the group's sums of levels stand in rows.
+struct GroupScales {
+  const std::uint16_t* scale;
+  const float* offsets;
+  std::size_t sum_at;
+};
+
 // Adds a group's sums, times its scales, to the totals of the blocks' rows: [block][row][32 columns].
 template <int kPlanes>
-void add_scaled(const SumTile* sums, const std::uint16_t* scale, std::size_t rows,
+void add_scaled(const SumTile* sums, const GroupScales& group, const Row* const* rows, std::size_t count,
                 float* totals) {
-  __m512 widths[2];
+  __m512 widths[2], offsets[2];
+  const __m512 four = _mm512_mul_ps(Vectors512::four(group.offsets), _mm512_set1_ps(16.0f));  // for levels of 16 n
   for (int tile = 0; tile < 2; ++tile) {
-    const __m512i bits =
-        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scale + 16 * tile)));
-    widths[tile] = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), _mm512_set1_ps(0.0625f));
+    widths[tile] = _mm512_mul_ps(Vectors512::from_bf16(group.scale + 16 * tile), _mm512_set1_ps(0.0625f));
+    offsets[tile] = Vectors512::chosen_by_bf16(four, group.scale + 16 * tile);
   }
-  for (std::size_t r = 0; r < rows; ++r, totals += kStepRows) {
+  for (std::size_t r = 0; r < count; ++r, totals += kStepRows) {
     const SumTile* const block = sums + r / kBlockRows * 2;  // of two planes there is one block
+    const __m512 levels = Vectors512::from_bits(Vectors512::broadcast(rows[r]->bytes + group.sum_at + kFloatSum));
     for (int tile = 0; tile < 2; ++tile) {
       __m512i dot = _mm512_load_si512(block[tile].line[r % kBlockRows]);
       if constexpr (kPlanes == 2) {
         dot = _mm512_add_epi32(_mm512_slli_epi32(dot, 8), _mm512_load_si512(block[2 + tile].line[r % kBlockRows]));
       }
       float* total = totals + 16 * tile;
-      _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), widths[tile], _mm512_load_ps(total)));
+      const __m512 whole = _mm512_fmadd_ps(levels, offsets[tile], _mm512_cvtepi32_ps(dot));
+      _mm512_store_ps(total, _mm512_fmadd_ps(whole, widths[tile], _mm512_load_ps(total)));
     }
   }
 }
@@ -107,9 +117,10 @@ template <std::size_t kGroup, typename Multiply, typename Store, typename Add>
   add(sums[(done - 1) % 2], done - 1);
 }
 
-template <std::size_t kGroup>
-const std::uint16_t* scales_at(const WeightStep& step, const Chunk& chunk) {
-  return step.group_scale + chunk.first * 64 / kGroup * kStepRows;
+template <int kPlanes, std::size_t kGroup>
+GroupScales scales_at(const WeightStep& step, const Chunk& chunk, std::size_t index) {
+  const std::size_t group = chunk.first * 64 / kGroup + index;
+  return {step.group_scale + group * kStepRows, step.offsets, step.row_bytes * 2 * kPlanes + group * kSumBytes};
 }
 
 inline void clear(float* totals, std::size_t rows) {
@@ -128,8 +139,8 @@ inline void scale_rows(const float* totals, const BlockedRows& rows, float* out,
 // A chunk of one step for one group of blocks; before(k-step) runs ahead of each.
 template <int kPlanes, std::size_t kGroup, typename Before>
 [[gnu::always_inline]] inline void scale_chunk(const TileGroup& group, const Chunk& chunk, const std::uint8_t* b,
-                                               const std::uint16_t* scale, std::size_t rows, float* totals,
-                                               Before before) {
+                                               const WeightStep& step, const Row* const* rows, std::size_t count,
+                                               float* totals, Before before) {
   const std::uint8_t* const a = group.a + chunk.first * group.step;
   each_group<kGroup>(
       chunk,
@@ -141,7 +152,7 @@ template <int kPlanes, std::size_t kGroup, typename Before>
       },
       [&](SumTile* sums) INLINE { store_group(group, sums); },
       [&](const SumTile* sums, std::size_t index) INLINE {
-        add_scaled<kPlanes>(sums, scale + index * kStepRows, rows, totals);
+        add_scaled<kPlanes>(sums, scales_at<kPlanes, kGroup>(step, chunk, index), rows, count, totals);
       });
 }
 
@@ -157,7 +168,6 @@ void project_groups_step(const WeightStep& step, const BlockedRows& rows, float*
   for (std::size_t i = 0; i < weights.chunks(); ++i) {
     const Chunk chunk = weights.chunk(i);
     const std::uint8_t* const b = weights.tiles(i, chunk);
-    const std::uint16_t* const scale = scales_at<kGroup>(step, chunk);
     std::size_t first = 0;  // row
     for (std::size_t g = 0; g < groups.count; ++g) {
       const TileGroup& group = groups.group[g];
@@ -166,10 +176,11 @@ void project_groups_step(const WeightStep& step, const BlockedRows& rows, float*
       configured.want(group, kGroupLine<kGroup>);
       float* const to = totals + first * kStepRows;
       if (g == 0) {
-        scale_chunk<kPlanes, kGroup>(group, chunk, b, scale, count, to,
+        scale_chunk<kPlanes, kGroup>(group, chunk, b, step, rows.rows + first, count, to,
                                      [&](std::size_t s) INLINE { weights.before(i, chunk, s); });
       } else {
-        scale_chunk<kPlanes, kGroup>(group, chunk, b, scale, count, to, [](std::size_t) INLINE {});
+        scale_chunk<kPlanes, kGroup>(group, chunk, b, step, rows.rows + first, count, to,
+                                     [](std::size_t) INLINE {});
       }
       first += count;
     }
@@ -207,8 +218,7 @@ void project_groups_wide(const WeightStep* steps, const BlockedRows& rows, float
         [](SumTile* sums) INLINE { each<4>([sums](auto t) INLINE { tile_store<t>(sums + t); }); },
         [&](const SumTile* sums, std::size_t index) INLINE {
           for (std::size_t s = 0; s < 2; ++s) {
-            const std::uint16_t* const scale = scales_at<kGroup>(steps[s], chunk) + index * kStepRows;
-            add_scaled<1>(sums + 2 * s, scale, rows.count, totals[s]);
+            add_scaled<1>(sums + 2 * s, scales_at<1, kGroup>(steps[s], chunk, index), rows.rows, rows.count, totals[s]);
           }
         });
   }

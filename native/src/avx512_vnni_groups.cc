@@ -27,18 +27,20 @@ constexpr int kMaxRows = kPlanes == 1 ? 7 : 6;
   return _mm512_mul_ps(Vectors512::from_bf16(scale), _mm512_set1_ps(0.0625f));
 }
 
-// The group's exact sums as floats.
+// The group's sums as floats; `own`: what the row holds for the group.
 template <int kPlanes>
-[[gnu::always_inline]] inline __m512 joined(__m512i high, __m512i low, const std::uint8_t* correction) {
+[[gnu::always_inline]] inline __m512 joined(__m512i high, __m512i low, __m512 offset, const std::uint8_t* own) {
   const __m512i sum = kPlanes == 1 ? low : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(sum, Vectors512::broadcast(correction)));
+  const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, Vectors512::broadcast(own)));
+  return _mm512_fmadd_ps(Vectors512::from_bits(Vectors512::broadcast(own + kFloatSum)), offset, dot);
 }
 
 // One group of both tiles of a k-step: words [kFirst, kFirst + kWords) of one or both halves.
 template <int kRows, int kPlanes, std::size_t kGroup, int kIndex>
 [[gnu::always_inline]] inline void multiply_group(float (&totals)[kRows][kStepRows], const std::uint8_t* w,
-                                                  const std::uint16_t* scale, const std::uint8_t* const (&row)[kRows],
-                                                  std::size_t at, std::size_t corrections) {
+                                                  const std::uint16_t* scale, __m512 offsets,
+                                                  const std::uint8_t* const (&row)[kRows], std::size_t at,
+                                                  std::size_t group_sums) {
   constexpr int kWords = kGroup == 32 ? 8 : 16, kFirst = kGroup == 32 ? kIndex % 2 * 8 : 0;
   constexpr int kHalf = kGroup == 128 ? 0 : kIndex * static_cast<int>(kGroup) / 64, kHalves = kGroup == 128 ? 2 : 1;
   __m512i sums[kRows][kPlanes][2];
@@ -68,11 +70,12 @@ template <int kRows, int kPlanes, std::size_t kGroup, int kIndex>
     });
   }
   each<2>([&](auto tile) INLINE {
-    const __m512 width = widths(scale + kIndex * kStepRows + 16 * tile);
+    const std::uint16_t* const line = scale + kIndex * kStepRows + 16 * tile;
+    const __m512 width = widths(line), offset = Vectors512::chosen_by_bf16(offsets, line);
     each<kRows>([&](auto r) INLINE {
       float* total = totals[r] + 16 * tile;
       const __m512 dot =
-          joined<kPlanes>(sums[r][0][tile], sums[r][kPlanes - 1][tile], row[r] + corrections + 4 * kIndex);
+          joined<kPlanes>(sums[r][0][tile], sums[r][kPlanes - 1][tile], offset, row[r] + group_sums + kSumBytes * kIndex);
       _mm512_store_ps(total, _mm512_fmadd_ps(dot, width, _mm512_load_ps(total)));
     });
   });
@@ -86,7 +89,8 @@ template <int kRows, int kPlanes, std::size_t kGroup>
   each<kRows>([&](auto r) INLINE { row[r] = rows[r]->bytes; });
   alignas(64) float totals[kRows][kStepRows] = {};
   const std::uint16_t* scale = step.group_scale;
-  std::size_t at = 0, corrections = step.row_bytes * 2 * kPlanes;  // where the rows' levels and corrections are read
+  const __m512 offsets = _mm512_mul_ps(Vectors512::four(step.offsets), _mm512_set1_ps(16.0f));  // for levels of 16 n
+  std::size_t at = 0, group_sums = step.row_bytes * 2 * kPlanes;  // where the rows' levels and their sums are read
   for (std::size_t kb = 0; kb * kLayout.block_bytes < step.row_bytes; ++kb) {
     const Segment segment = segment_at(step, kLayout.block_bytes, kb);
     const std::uint8_t* w = segment.bytes;
@@ -99,11 +103,11 @@ template <int kRows, int kPlanes, std::size_t kGroup>
         prefetch(reinterpret_cast<const std::uint8_t*>(scale) + kScaleLookAhead + group * 64);
       });
       each<static_cast<int>(kGroups)>([&](auto group) INLINE {
-        multiply_group<kRows, kPlanes, kGroup, group>(totals, w, scale, row, at, corrections);
+        multiply_group<kRows, kPlanes, kGroup, group>(totals, w, scale, offsets, row, at, group_sums);
       });
       at += kPlanes * kStepInputs;
       scale += kGroups * kStepRows;
-      corrections += sizeof(std::int32_t) * kGroups;
+      group_sums += kSumBytes * kGroups;
     }
   }
   each<2>([&](auto tile) INLINE {

@@ -345,7 +345,7 @@ struct Products {
   [[gnu::always_inline]] static inline void add_group(const std::uint8_t* w, int vector,
                                                       const std::uint8_t* const (&row)[kRows], std::size_t at,
                                                       std::size_t first, const std::uint16_t* scale,
-                                                      const std::uint8_t* const (&excess)[kRows],
+                                                      F offsets, const std::uint8_t* const (&group_sums)[kRows],
                                                       F (&totals)[kRows][kVectors]) {
     constexpr int halves = kGroup == 128 ? 2 : 1;
     constexpr std::size_t words = kGroup == 32 ? 8 : 16;
@@ -370,15 +370,19 @@ struct Products {
         }
       });
     });
-    F scales[kTogether];
-    each<kTogether>([&](auto v) INLINE { scales[v] = V::from_bf16(scale + (vector + v) * V::kLanes); });
+    F scales[kTogether], added[kTogether];
+    each<kTogether>([&](auto v) INLINE {
+      scales[v] = V::from_bf16(scale + (vector + v) * V::kLanes);
+      added[v] = V::chosen_by_bf16(offsets, scale + (vector + v) * V::kLanes);
+    });
     each<kRows>([&](auto r) INLINE {
-      const I too_much = M::kOffset == 0 ? V::set32(0) : V::broadcast(excess[r]);
+      const I too_much = M::kOffset == 0 ? V::set32(0) : V::broadcast(group_sums[r]);
+      const F levels = V::from_bits(V::broadcast(group_sums[r] + kFloatSum));
       each<kTogether>([&](auto v) INLINE {
         const I dot = M::kOffset == 0 ? dots[r][v] : V::add32(dots[r][v], too_much);
         F& total = totals[r][vector + v];
-        // (16 dot) * (scale / 16), as both steps of 16 are exact
-        total = V::fma(V::to_float(dot), scales[v], total);
+        // all of it a sixteenth of numerics.h's, whose steps of 16 are exact
+        total = V::fma(V::fma(levels, added[v], V::to_float(dot)), scales[v], total);
       });
     });
   }
@@ -387,24 +391,26 @@ struct Products {
   [[gnu::noinline]] static void project_groups(const WeightStep& step, const Row* const* rows, const Ahead& ahead,
                                                float* out, std::size_t stride) {
     F totals[kRows][kVectors];
-    const std::uint8_t *row[kRows], *excess[kRows];
+    const std::uint8_t *row[kRows], *group_sums[kRows];
     each<kRows>([&](auto r) INLINE {
       row[r] = rows[r]->bytes;
-      excess[r] = row[r] + step.row_bytes / 2 * M::kRowBytes;  // row_bytes / 64 k-steps of 32 words
+      group_sums[r] = row[r] + step.row_bytes / 2 * M::kRowBytes;  // row_bytes / 64 k-steps of 32 words
       for (F& total : totals[r]) total = V::set(0.0f);
     });
     const std::uint16_t* scale = step.group_scale;
+    const F offsets = V::four(step.offsets);
     each_step(step, ahead, [&](const std::uint8_t* w, std::size_t at) INLINE {
       for (int vector = 0; vector < kVectors; vector += kTogether) {
         each<128 / kGroup>([&](auto group) INLINE {
           constexpr int half = group * kGroup / 64;
           const std::uint8_t* own[kRows];
-          each<kRows>([&](auto r) INLINE { own[r] = excess[r] + 4 * group; });
-          add_group<kGroup, half>(w, vector, row, at, group * kGroup % 64 / 4, scale + kStepRows * group, own, totals);
+          each<kRows>([&](auto r) INLINE { own[r] = group_sums[r] + kSumBytes * group; });
+          add_group<kGroup, half>(w, vector, row, at, group * kGroup % 64 / 4, scale + kStepRows * group, offsets, own,
+                                  totals);
         });
       }
       scale += kStepRows * (128 / kGroup);
-      each<kRows>([&](auto r) INLINE { excess[r] += 4 * (128 / kGroup); });
+      each<kRows>([&](auto r) INLINE { group_sums[r] += kSumBytes * (128 / kGroup); });
     });
     store(rows, totals, out, stride);
   }

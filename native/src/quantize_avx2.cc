@@ -82,6 +82,14 @@ struct Avx2 {
     return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static F round_bf16(F x) { return {nearest_bf16(x.a), nearest_bf16(x.b)}; }
+  static __m256 coded(__m256 x, __m256 code) {
+    const __m256i bits = _mm256_castps_si256(x), last = _mm256_slli_epi32(_mm256_cvtps_epi32(code), 16);
+    const __m256i size = _mm256_add_epi32(_mm256_sub_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)), last), _mm256_set1_epi32(0x20000));
+    const __m256i near = _mm256_add_epi32(_mm256_and_si256(size, _mm256_set1_epi32(static_cast<int>(0xfffc0000u))), last);
+    return _mm256_castsi256_ps(_mm256_or_si256(near, _mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0x80000000u)))));
+  }
+  // The nearest bfloat16 whose last two bits are `code`, 0 to 3.
+  static F coded_bf16(F x, F code) { return {coded(x.a, code.a), coded(x.b, code.b)}; }
   static F abs(F x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};

@@ -57,6 +57,13 @@ struct Avx512 {
     const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
+  // The nearest bfloat16 whose last two bits are `code`, 0 to 3.
+  static F coded_bf16(F x, F code) {
+    const __m512i bits = _mm512_castps_si512(x), last = _mm512_slli_epi32(_mm512_cvtps_epi32(code), 16);
+    const __m512i size = _mm512_add_epi32(_mm512_sub_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), last), _mm512_set1_epi32(0x20000));
+    const __m512i near = _mm512_add_epi32(_mm512_and_si512(size, _mm512_set1_epi32(static_cast<int>(0xfffc0000u))), last);
+    return _mm512_castsi512_ps(_mm512_or_si512(near, _mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0x80000000u)))));
+  }
   static F abs(F x) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff))); }
   static F rint(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F floor(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }

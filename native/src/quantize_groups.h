@@ -14,7 +14,8 @@ namespace {
 
 constexpr std::size_t kChunk = 128;  // inputs handled at a time: 64 bytes of a row, one tile of 16 rows
 constexpr std::uint32_t kSmallestGroup = 7u << 23;
-constexpr float kNearTop = 0.498046875f;
+constexpr float kNearTop = 0.498046875f, kNearTopShifted = 0.4375f;  // the largest scales next to float32's end
+constexpr float kFurthest = 1.5f;  // steps by which offsets move the range of levels
 
 template <class V>
 struct GroupQuantizer {
@@ -35,62 +36,110 @@ struct GroupQuantizer {
 
   // What is known of 16 groups, one a lane.
   struct Search {
-    F scale, gain, product, square;
+    F scale, code, gain, product, square;
   };
 
-  // Sums of level * value and level^2 for `count` scales at once, so that their chains of additions overlap.
-  template <int count>
-  static void moments(const float* values, std::size_t group, const F* inverse, F* product, F* square) {
-    const F low = V::set(-8.0f), high = V::set(7.0f);
-    for (int c = 0; c < count; ++c) product[c] = square[c] = V::set(0.0f);
-    for (std::size_t j = 0; j < group; ++j) {
-      const F value = V::load(values + 16 * j);
-      for (int c = 0; c < count; ++c) {
-        const F level = V::min(V::max(V::rint(V::mul(value, inverse[c])), low), high);
-        product[c] = V::add(product[c], V::mul(level, value));
-        square[c] = V::add(square[c], V::mul(level, level));
-      }
-    }
+  // Where 16 groups' weights lie: the middle and half of their range, the largest magnitude, its side, the largest scale.
+  struct Range {
+    F middle, half, peak, sign, cap;
+  };
+
+  // What a scale with these last bits adds to levels.
+  template <bool kShifted>
+  static F offset_of(F code) {
+    return kShifted ? V::add(V::mul(code, V::set(0.5f)), V::set(0.5f)) : V::set(0.0f);
   }
 
-  template <int count>
-  static void attempt(const float* values, std::size_t group, const F* wanted, F cap, Search& best) {
-    F scale[count], inverse[count], product[count], square[count];
+  // Sums of x * value and x^2, x = level + offset, for `count` scales at once, so that their chains of additions overlap.
+  template <bool kShifted, int count>
+  static void moments(const float* values, std::size_t group, const F* inverse, const F* offset, F* product, F* square) {
+    const F low = V::set(-8.0f), high = V::set(7.0f);
+    F by[count], plus[count], products[count], squares[count];  // copies of its own: the compiler keeps them in registers
+    for (int c = 0; c < count; ++c) {
+      by[c] = inverse[c], plus[c] = offset[c];
+      products[c] = squares[c] = V::set(0.0f);
+    }
+    for (std::size_t j = 0; j < group; ++j) {
+      const F value = V::load(values + 16 * j);
+#pragma GCC unroll 4
+      for (int c = 0; c < count; ++c) {
+        const F exact = V::mul(value, by[c]);
+        F level = V::min(V::max(V::rint(kShifted ? V::sub(exact, plus[c]) : exact), low), high);
+        if constexpr (kShifted) level = V::add(level, plus[c]);
+        products[c] = V::add(products[c], V::mul(level, value));
+        squares[c] = V::add(squares[c], V::mul(level, level));
+      }
+    }
+    for (int c = 0; c < count; ++c) product[c] = products[c], square[c] = squares[c];
+  }
+
+  template <bool kShifted, int count>
+  static void attempt(const float* values, std::size_t group, const F* wanted, const F* code, F cap, Search& best) {
+    F scale[count], inverse[count], offset[count], product[count], square[count];
     const F bottom = V::sub(V::set(0.0f), cap), one = V::set(1.0f);
     for (int c = 0; c < count; ++c) {
-      scale[c] = V::round_bf16(V::max(V::min(wanted[c], cap), bottom));
+      const F bounded = V::max(V::min(wanted[c], cap), bottom);
+      scale[c] = kShifted ? V::coded_bf16(bounded, code[c]) : V::round_bf16(bounded);
       inverse[c] = V::div(one, scale[c]);
+      offset[c] = offset_of<kShifted>(code[c]);
     }
-    moments<count>(values, group, inverse, product, square);
+    moments<kShifted, count>(values, group, inverse, offset, product, square);
     for (int c = 0; c < count; ++c) {
       const F gain = V::mul(scale[c], V::sub(V::add(product[c], product[c]), V::mul(scale[c], square[c])));
       best.scale = V::greater(gain, best.gain, scale[c], best.scale);
+      if constexpr (kShifted) best.code = V::greater(gain, best.gain, code[c], best.code);
       best.product = V::greater(gain, best.gain, product[c], best.product);
       best.square = V::greater(gain, best.gain, square[c], best.square);
       best.gain = V::greater(gain, best.gain, gain, best.gain);
     }
   }
 
-  static F search(const float* values, std::size_t group, F peak, F cap, const QuantizeRule& rule) {
-    Search best{V::set(0.0f), V::set(-std::numeric_limits<float>::infinity()), V::set(0.0f), V::set(0.0f)};
+  static void attempt_plain(const float* values, std::size_t group, const Range& range, const QuantizeRule& rule, Search& best) {
+    const F peak = V::mul(range.peak, range.sign), codes[4] = {best.code, best.code, best.code, best.code};
     std::size_t i = 0;
-    for (; i + 4 <= rule.share_count; i += 4) {
-      const F wanted[4] = {V::mul(peak, V::set(rule.shares[i])), V::mul(peak, V::set(rule.shares[i + 1])),
-                           V::mul(peak, V::set(rule.shares[i + 2])), V::mul(peak, V::set(rule.shares[i + 3]))};
-      attempt<4>(values, group, wanted, cap, best);
+    for (; i + 4 <= rule.try_count; i += 4) {
+      const F wanted[4] = {V::mul(peak, V::set(rule.tries[i])), V::mul(peak, V::set(rule.tries[i + 1])),
+                           V::mul(peak, V::set(rule.tries[i + 2])), V::mul(peak, V::set(rule.tries[i + 3]))};
+      attempt<false, 4>(values, group, wanted, codes, range.cap, best);
     }
-    for (; i < rule.share_count; ++i) {
-      const F wanted[1] = {V::mul(peak, V::set(rule.shares[i]))};
-      attempt<1>(values, group, wanted, cap, best);
+    for (; i < rule.try_count; ++i) {
+      const F wanted[1] = {V::mul(peak, V::set(rule.tries[i]))};
+      attempt<false, 1>(values, group, wanted, codes, range.cap, best);
+    }
+  }
+
+  static void attempt_shifted(const float* values, std::size_t group, const Range& range, const QuantizeRule& rule, Search& best) {
+    const F zero = V::set(0.0f), one = V::set(1.0f), last = V::set(3.0f), twice = V::add(range.middle, range.middle);
+    for (std::size_t i = 0; i < rule.try_count; ++i) {
+      const float reach = rule.tries[i];
+      const F widest = V::max(V::mul(range.half, V::set(1.0f / reach)), V::mul(range.peak, V::set(1.0f / (reach + kFurthest))));
+      const F scale = V::mul(widest, range.sign), code = V::rint(V::mul(twice, V::div(one, scale)));
+      const F wanted[3] = {scale, scale, scale};
+      const F codes[3] = {V::min(V::max(V::sub(code, one), zero), last), V::min(V::max(code, zero), last),
+                          V::min(V::max(V::add(code, one), zero), last)};
+      attempt<true, 3>(values, group, wanted, codes, range.cap, best);
+    }
+  }
+
+  template <bool kShifted>
+  static Search search(const float* values, std::size_t group, const Range& range, const QuantizeRule& rule) {
+    const F zero = V::set(0.0f);
+    Search best{zero, zero, V::set(-std::numeric_limits<float>::infinity()), zero, zero};
+    if constexpr (kShifted) {
+      attempt_shifted(values, group, range, rule, best);
+    } else {
+      attempt_plain(values, group, range, rule, best);
     }
     for (int refit = 0; refit < 2; ++refit) {
-      const F wanted[1] = {V::div(best.product, best.square)};  // 0 / 0 in a group of zeros: its gain is NaN and never taken
-      attempt<1>(values, group, wanted, cap, best);
+      // 0 / 0 in a group of zeros: its gain is NaN and never taken
+      const F wanted[1] = {V::div(best.product, best.square)}, codes[1] = {best.code};
+      attempt<kShifted, 1>(values, group, wanted, codes, range.cap, best);
     }
-    return best.scale;
+    return best;
   }
 
   // 16 groups of 16 rows: replaces the values by levels, writes the scales, adds to the rows' errors.
+  template <bool kShifted>
   static void group(float* values, std::size_t size, const QuantizeRule& rule, std::uint16_t* scales, RowError* errors) {
     F most = V::load(values), least = most;
     for (std::size_t j = 1; j < size; ++j) {
@@ -98,7 +147,7 @@ struct GroupQuantizer {
       most = V::max(most, value);
       least = V::min(least, value);
     }
-    float high[16], low[16], factor[16], back[16], peak[16], cap[16];
+    float high[16], low[16], factor[16], back[16], middle[16], half[16], peak[16], sign[16], cap[16];
     V::store(most, high);
     V::store(least, low);
     for (int r = 0; r < 16; ++r) {
@@ -108,18 +157,26 @@ struct GroupQuantizer {
       const std::uint32_t field = !alive ? 127 : top < 253 ? top : 253;
       factor[r] = alive ? float_of((254 - field) << 23) : 0.0f;
       back[r] = alive ? float_of(field << 23) : 0.0f;
-      peak[r] = alive ? largest * factor[r] : -1.0f;
-      cap[r] = top == 254 ? kNearTop : 4.0f;
+      // plain levels reach further down, shifted ones up; where both ends are as far, the negative one counts
+      const float up = alive ? high[r] * factor[r] : kShifted ? 1.0f : 0.0f;
+      const float down = alive ? low[r] * factor[r] : kShifted ? 0.0f : -1.0f;
+      middle[r] = (up + down) * 0.5f;
+      half[r] = (up - down) * 0.5f;
+      peak[r] = up > -down ? up : -down;
+      sign[r] = up > -down ? 1.0f : -1.0f;
+      cap[r] = top != 254 ? 4.0f : kShifted ? kNearTopShifted : kNearTop;
     }
     const F power = V::load(factor);
     for (std::size_t j = 0; j < size; ++j) V::store(V::mul(V::load(values + 16 * j), power), values + 16 * j);
-    const F scale = search(values, size, V::load(peak), V::load(cap), rule);
+    const Range range{V::load(middle), V::load(half), V::load(peak), V::load(sign), V::load(cap)};
+    const Search best = search<kShifted>(values, size, range, rule);
+    const F scale = best.scale, offset = offset_of<kShifted>(best.code);
     const F inverse = V::div(V::set(1.0f), scale), bottom = V::set(-8.0f), top = V::set(7.0f);
     F error = V::set(0.0f), energy = V::set(0.0f);
     for (std::size_t j = 0; j < size; ++j) {
       const F value = V::load(values + 16 * j);
-      const F level = V::min(V::max(V::rint(V::mul(value, inverse)), bottom), top);
-      const F rest = V::sub(value, V::mul(level, scale));
+      const F level = V::min(V::max(V::rint(V::sub(V::mul(value, inverse), offset)), bottom), top);
+      const F rest = V::sub(value, V::mul(V::add(level, offset), scale));
       error = V::add(error, V::mul(rest, rest));
       energy = V::add(energy, V::mul(value, value));
       V::store(level, values + 16 * j);
@@ -161,7 +218,12 @@ struct GroupQuantizer {
       for (std::size_t j = 0; j < k; j += kChunk) {
         load_chunk(x + j, stride, values, wide);
         for (std::size_t g = 0; g < kChunk; g += rule.group) {
-          group(values + 16 * g, rule.group, rule, scales + (j + g) / rule.group * kStepRows + half * kTileRows, task.errors + first);
+          std::uint16_t* const to = scales + (j + g) / rule.group * kStepRows + half * kTileRows;
+          if (rule.offsets) {
+            group<true>(values + 16 * g, rule.group, rule, to, task.errors + first);
+          } else {
+            group<false>(values + 16 * g, rule.group, rule, to, task.errors + first);
+          }
         }
         std::uint8_t* to = tile_at(task, kInt4Layout, step, half, j / 2);
         for (std::size_t word = 0; word < 16; ++word) V::pack_nibbles(values + 64 * word, values + 64 * 16 + 64 * word, to + 64 * word);

@@ -68,6 +68,13 @@ struct Scalar {
   static F div(const F& a, const F& b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
   static F greater(const F& a, const F& b, const F& yes, const F& no) { return each([&](int i) { return a.v[i] > b.v[i] ? yes.v[i] : no.v[i]; }); }
   static F round_bf16(const F& a) { return each([&](int i) { return float_of((bits_of(a.v[i]) + 0x7fffu + (bits_of(a.v[i]) >> 16 & 1u)) & 0xffff0000u); }); }
+  // The nearest bfloat16 whose last two bits are `code`, 0 to 3.
+  static F coded_bf16(const F& a, const F& code) {
+    return each([&](int i) {
+      const std::uint32_t last = static_cast<std::uint32_t>(static_cast<int>(code.v[i])) << 16, bits = bits_of(a.v[i]);
+      return float_of(((((bits & 0x7fffffffu) - last + 0x20000u) & 0xfffc0000u) + last) | (bits & 0x80000000u));
+    });
+  }
   static F abs(const F& a) { return each([&](int i) { return float_of(bits_of(a.v[i]) & 0x7fffffffu); }); }
   static F rint(const F& a) { return each([&](int i) { return std::nearbyintf(a.v[i]); }); }
   static F floor(const F& a) { return each([&](int i) { return std::floor(a.v[i]); }); }

@@ -4,9 +4,10 @@
 //   pairs   int16 levels, four inputs 0 1 2 3 as 0 2 1 3: a dword holds the inputs that stand in the even, or in the odd,
 //           bytes of a word of weights
 //   bytes   a dword of four signed bytes for four inputs; with 16 bits the dword of upper bytes, then that of lower ones.
-//           Where weights have groups, behind them for each group -kOffset * (sum of the group's levels), an int32: what
-//           weights as unsigned numbers, level + kOffset, make too much
 //   floats  float32 values, for bfloat16 weights; with 8 bits rounded to bfloat16
+//
+// Where weights have groups, behind a row's levels stand kSumBytes for each group: -kOffset * (sum of the group's levels)
+// as an int32, what weights as unsigned numbers, level + kOffset, make too much; and that sum as a float, exactly.
 #pragma once
 
 #include <cstddef>
@@ -19,21 +20,40 @@
 namespace ktplan {
 namespace {
 
+constexpr std::size_t kSumBytes = 8, kFloatSum = 4;
+
 template <class V>
 struct Rows {
   using F = typename V::F;
   using I = typename V::I;
 
-  static std::size_t pairs_bytes(std::size_t k, int) noexcept { return 2 * k; }
+  template <std::size_t kGroup>
+  static constexpr std::size_t sums_bytes(std::size_t k) {
+    return kGroup == 0 ? 0 : k / (kGroup == 0 ? 1 : kGroup) * kSumBytes;
+  }
+  template <std::size_t kGroup>
+  static std::size_t pairs_bytes(std::size_t k, int) noexcept {
+    return 2 * k + sums_bytes<kGroup>(k);
+  }
   static std::size_t floats_bytes(std::size_t k, int) noexcept { return 4 * k; }
   template <std::size_t kGroup>
   static std::size_t plain_bytes(std::size_t k, int bits) noexcept {
-    return k * static_cast<std::size_t>(bits) / 8 + (kGroup == 0 ? 0 : k / kGroup * 4);
+    return k * static_cast<std::size_t>(bits) / 8 + sums_bytes<kGroup>(k);
   }
 
+  template <std::size_t kGroup>
   static Row pairs(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
     const Scaling scaling(x, k, bits, numerics);
-    for (std::size_t i = 0; i < k; i += V::kLanes) V::store_pairs(bytes + 2 * i, scaling.levels(x + i));
+    std::uint8_t* sums = bytes + 2 * k;
+    for (std::size_t begin = 0, length = kGroup == 0 ? k : kGroup; begin < k; begin += length) {
+      I group_sum = V::set32(0);
+      for (std::size_t i = begin; i < begin + length; i += V::kLanes) {
+        const I level = scaling.levels(x + i);
+        if constexpr (kGroup != 0) group_sum = V::add32(group_sum, level);
+        V::store_pairs(bytes + 2 * i, level);
+      }
+      if constexpr (kGroup != 0) sums = store_sum<0>(sums, V::sum32(group_sum));
+    }
     return Row{.bytes = bytes, .scale = scaling.scale, .sums = {0, 0}};
   }
 
@@ -42,7 +62,7 @@ struct Rows {
   static Row plain(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
     const Scaling scaling(x, k, bits, numerics);
     Row row{.bytes = bytes, .scale = scaling.scale, .sums = {0, 0}};
-    std::uint8_t* excess = bytes + k * static_cast<std::size_t>(bits) / 8;
+    std::uint8_t* sums = bytes + k * static_cast<std::size_t>(bits) / 8;
     I high_sum = V::set32(0), low_sum = V::set32(0);
     for (std::size_t begin = 0, length = kGroup == 0 ? k : kGroup; begin < k; begin += length) {
       I group_sum = V::set32(0);
@@ -61,9 +81,7 @@ struct Rows {
       if constexpr (kGroup == 0) {
         if (bits == 8) high_sum = group_sum;
       } else {
-        const std::int32_t value = -kOffset * V::sum32(group_sum);
-        std::memcpy(excess, &value, 4);
-        excess += 4;
+        sums = store_sum<kOffset>(sums, V::sum32(group_sum));
       }
     }
     row.sums[0] = V::sum32(high_sum);
@@ -98,6 +116,16 @@ struct Rows {
   }
 
  private:
+  // What stands behind the levels for a group; returns where the next group's goes.
+  template <int kOffset>
+  static std::uint8_t* store_sum(std::uint8_t* to, std::int32_t sum) {
+    const std::int32_t excess = -kOffset * sum;
+    const float whole = static_cast<float>(sum);
+    std::memcpy(to, &excess, 4);
+    std::memcpy(to + kFloatSum, &whole, 4);
+    return to + kSumBytes;
+  }
+
   // The largest |x| as a bit pattern: NaN and infinity are above every finite value.
   static std::uint32_t largest(const float* x, std::size_t k) {
     I most = V::set32(0);

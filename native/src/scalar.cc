@@ -180,9 +180,13 @@ void project_groups(const WeightStep& step, const Row* const* rows, std::size_t 
         for (const std::size_t end = input + 128; input < end; input += kGroup, scale += kStepRows) {
           std::int32_t dots[kStepRows];
           dot_group<kGroup>(segment.bytes + done * kStepRows, *rows[r], input, dots);
+          std::int32_t levels = 0;
+          for (std::size_t i = input; i < input + kGroup; ++i) levels += level_at(*rows[r], i);
           for (std::size_t c = 0; c < kStepRows; ++c) {
             const float width = std::bit_cast<float>(std::uint32_t{scale[c]} << 16) * 0.0625f;
-            sums[c] = std::fma(static_cast<float>(dots[c]), width, sums[c]);
+            const float offset = 16.0f * step.offsets[scale[c] & 3];
+            const float dot = std::fma(static_cast<float>(levels), offset, static_cast<float>(dots[c]));
+            sums[c] = std::fma(dot, width, sums[c]);
           }
         }
       }

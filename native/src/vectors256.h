@@ -71,6 +71,11 @@ struct Vectors256 {
   static F from_bf16(const std::uint16_t* p) {
     return from_bits(shift_left<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
   }
+  static F four(const float* p) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)); }  // four floats, again and again
+  // Of `four` floats those that the last two bits of bfloat16 numbers choose.
+  static F chosen_by_bf16(F four, const std::uint16_t* p) {
+    return _mm256_permutevar_ps(four, _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   // The exact integer 256 * high + low, rounded once.
   static F combined(I high, I low) {
     const __m256d k256 = _mm256_set1_pd(256.0);

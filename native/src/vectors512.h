@@ -67,6 +67,11 @@ struct Vectors512 {
   static F from_bf16(const std::uint16_t* p) {
     return from_bits(shift_left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
   }
+  static F four(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }  // four floats, again and again
+  // Of `four` floats those that the last two bits of bfloat16 numbers choose.
+  static F chosen_by_bf16(F four, const std::uint16_t* p) {
+    return _mm512_permutevar_ps(four, _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+  }
   // The exact integer 256 * high + low, rounded once.
   static F combined(I high, I low) {
     const __m512d k256 = _mm512_set1_pd(256.0);

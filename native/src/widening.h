@@ -10,20 +10,20 @@ namespace {
 // kRoom, kNibbleRoom: rows whose sums fit in the registers.
 template <class V, int kRoom, int kNibbleRoom>
 struct Widening {
-  static constexpr FormatKernels int8{.row_bytes = Rows<V>::pairs_bytes,
-                                      .quantize = Rows<V>::pairs,
+  static constexpr FormatKernels int8{.row_bytes = Rows<V>::template pairs_bytes<0>,
+                                      .quantize = Rows<V>::template pairs<0>,
                                       .a8 = products_of<Pairs<V, 8, 8, kRoom>>(),
                                       .a16 = products_of<Pairs<V, 8, 16, kRoom>>()};
 
   template <std::size_t kGroup>
   static std::size_t row_bytes(std::size_t k, int bits) noexcept {
-    return bits == 8 ? Rows<V>::template plain_bytes<kGroup>(k, bits) : Rows<V>::pairs_bytes(k, bits);
+    return bits == 8 ? Rows<V>::template plain_bytes<kGroup>(k, bits) : Rows<V>::template pairs_bytes<kGroup>(k, bits);
   }
 
   template <std::size_t kGroup>
   static Row quantize(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
     return bits == 8 ? Rows<V>::template plain<kGroup, kNibbleOffset>(x, k, bits, numerics, bytes)
-                     : Rows<V>::pairs(x, k, bits, numerics, bytes);
+                     : Rows<V>::template pairs<kGroup>(x, k, bits, numerics, bytes);
   }
 
   template <std::size_t kGroup>

@@ -117,7 +117,7 @@ def test_verify_and_inspect_know_every_format(cli: Callable[..., Any], stores: d
         body = cli("verify", folder, "--against", "tiny", "--json").ok().json()
         assert not body["damages"]
         facts = cli("inspect", folder, "--json").ok().json()
-        assert facts["scheme"] == name and facts["layout"] == f"{name}-v1"
+        assert facts["scheme"] == name and facts["layout"] == f"{name}-{'o-' if '-g' in name else ''}v1"
 
 
 def test_finer_formats_do_less_damage(cli: Callable[..., Any], stores: dict[str, Path]) -> None:
@@ -181,7 +181,7 @@ def test_mixed_stores_may_have_groups(tiny: Path, tmp_path: Path) -> None:
     narrow, wide = shape.plain_bytes(4), shape.plain_bytes(8)
     budget = 64 * narrow + 30 * (wide - narrow)
     made = convert_cpu(open_source(tiny), tmp_path / "mixed", Scheme(4, 32), mixed=budget).manifest
-    assert len(made.wide) == 30 and made.layout == "int4-g32-v1" and made.scheme == "int4-g32 and int8-row"
+    assert len(made.wide) == 30 and made.layout == "int4-g32-o-v1" and made.scheme == "int4-g32 and int8-row"
     store = ExpertStore.open(tmp_path / "mixed")
     assert sum(map(store.manifest.shape.layer_bytes, made.layers)) == budget
     layer = next(number for number in made.layers if 0 < len(made.wide.layer(number)) < 16)

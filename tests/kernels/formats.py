@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ktplan.kernels import Activation, ExpertLayer, PackedExpert
 from ktplan.store.layout import pack, unpack
 
-Format = tuple[int, int | None]  # bits, inputs that share a scale
-INTEGERS: list[Format] = [(8, None), (4, None), (4, 32), (4, 64), (4, 128)]
-BF16: Format = (16, None)
+
+
+class Format(NamedTuple):
+    bits: int
+    group: int | None = None  # inputs that share a scale
+    offsets: bool = False  # chosen by the last two bits of a group's scale
+
+
+INTEGERS = [
+    Format(8),
+    Format(4),
+    *(Format(4, group, offsets) for group in (32, 64, 128) for offsets in (False, True)),
+]
+BF16 = Format(16)
 Fill = Literal["random", "lowest", "highest", "mixed"]
 BYTES = {"lowest": (0x80, 0x88), "highest": (0x7F, 0x77), "mixed": (0x80, 0x7F, 0x87, 0x78)}
 
@@ -63,7 +74,7 @@ def projection(
     padding: int = 0,
 ) -> Projection:
     """Every byte is legal; scales have either sign; the last `padding` rows are zeros, as their scales."""
-    bits, group = form
+    bits, group, offsets = form
     size = 1 / np.sqrt(columns)
     live = np.arange(rows) < rows - padding
     if bits == 16:
@@ -86,7 +97,10 @@ def projection(
             packed, scale, levels.astype(np.float64) * scale[:, None] * (16 if bits == 4 else 1)
         )
     halves = bf16_bits(width)
-    dense = levels.astype(np.float64) * np.repeat(bf16_values(halves).astype(np.float64), group, axis=1)
+    dense = levels.astype(np.float64)
+    if offsets:
+        dense += np.repeat((halves % 4 + 1) / 2, group, axis=1)
+    dense *= np.repeat(bf16_values(halves).astype(np.float64), group, axis=1)
     # [rows, groups] to [rows / 32, groups, 32]
     return Projection(
         packed, np.ascontiguousarray(halves.reshape(rows // 32, 32, -1).transpose(0, 2, 1)), dense
@@ -104,9 +118,8 @@ class Experts:
     form: Format
 
     def layer(self, **how: Any) -> ExpertLayer:
-        bits, group = self.form
         return ExpertLayer(
-            [self.packed], hidden=self.hidden, intermediate=self.inner, bits=bits, group=group, **how
+            [self.packed], hidden=self.hidden, intermediate=self.inner, **self.form._asdict(), **how
         )
 
     def routed(self, tokens: int, choices: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

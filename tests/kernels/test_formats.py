@@ -49,10 +49,10 @@ def rows_of(random: np.random.Generator, tokens: int, columns: int) -> np.ndarra
 
 
 def project(x: np.ndarray, weights: Any, form: Format, activation_bits: int, isa: str) -> np.ndarray:
-    bits, group = form
+    bits, group, offsets = form
     rows = len(weights.dense)
     return kernels.project_rows(
-        x, weights.packed, weights.scale, rows, bits, activation_bits, isa=isa, group=group
+        x, weights.packed, weights.scale, rows, bits, activation_bits, isa=isa, group=group, offsets=offsets
     )
 
 

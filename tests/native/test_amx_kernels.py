@@ -137,16 +137,19 @@ def test_extreme_levels_do_not_overflow(trap: Trap, bits: int, activation_bits: 
 FORMATS = [(8, None), (4, None), (4, 32), (4, 64), (4, 128)]
 
 
-@pytest.mark.parametrize(("bits", "group"), FORMATS)
+@pytest.mark.parametrize(
+    ("bits", "group", "offsets"),
+    [*((*form, False) for form in FORMATS), (4, 32, True), (4, 64, True), (4, 128, True)],
+)
 @pytest.mark.parametrize("activation_bits", [8, 16])
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (384, 256)])
 def test_layers_have_the_scalar_kernels_bits(
-    trap: Trap, bits: int, group: int | None, activation_bits: int, hidden: int, inner: int
+    trap: Trap, bits: int, group: int | None, offsets: bool, activation_bits: int, hidden: int, inner: int
 ) -> None:
     """Experts with few tokens, with a block, with an odd number of blocks, and with more than one call takes."""
     held = experts(6, hidden, inner, bits, group)
     call = routed(hidden, [1, 4, 5, 19, 40, 113] if hidden == 256 else [0, 3, 16, 33, 70, 97])
-    how = {"group": group, "activation_bits": activation_bits}
+    how = {"group": group, "offsets": offsets, "activation_bits": activation_bits}
     expected = layer_of(held, hidden, inner, bits, "scalar", **how).forward(*call)
     assert np.isfinite(expected).all() and np.abs(expected).max() > 0.01
     for threads in (1, 3):
@@ -165,7 +168,7 @@ def test_inputs_over_a_k_block_and_several_parts(trap: Trap, activation_bits: in
         call = routed(hidden, [5, 17])
         out = [
             ExpertLayer(parts, hidden=hidden, intermediate=2 * inner, bits=bits, group=group, isa=isa,
-                        activation_bits=activation_bits, threads_pool=Pool(1)).forward(*call)
+                        offsets=group is not None, activation_bits=activation_bits, threads_pool=Pool(1)).forward(*call)
             for isa in ("avx512-vnni", AMX)
         ]  # fmt: skip
         np.testing.assert_array_equal(out[0].view(np.uint32), out[1].view(np.uint32))

@@ -45,7 +45,7 @@ def test_products_have_the_scalar_kernels_bits(
     trap: Trap, form: Format, activation_bits: int, rows: int, columns: int, tokens: int, fill: Fill
 ) -> None:
     """Each number of rows that a call takes, tails of blocks; and all products counted: none went another way."""
-    bits, group = form
+    bits, group, offsets = form
     random = np.random.default_rng(rows)
     weights = projection(random, rows, columns, form, fill)
     x = random.standard_normal((tokens, columns)).astype(np.float32)
@@ -55,8 +55,9 @@ def test_products_have_the_scalar_kernels_bits(
     for count in range(1, tokens + 1):
         ours, expected = (
             kernels.project_rows(
-                x[:count], weights.packed, weights.scale, rows, bits, activation_bits, isa=isa, group=group
-            )
+                x[:count], weights.packed, weights.scale, rows, bits, activation_bits,
+                isa=isa, group=group, offsets=offsets,
+            )  # fmt: skip
             for isa in (NAME, "scalar")
         )
         same_bits(ours, expected)

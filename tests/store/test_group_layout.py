@@ -63,9 +63,11 @@ def test_scales_of_32_rows_and_one_group_make_a_line() -> None:
 
 def test_layouts_by_name_and_what_they_ask_of_a_model() -> None:
     assert set(LAYOUTS) == {
-        "amx-int8-v1", "amx-int4-v1", "int4-g32-v1", "int4-g64-v1", "int4-g128-v1", "bf16-v1",
+        "amx-int8-v1", "amx-int4-v1", "int4-g32-v1", "int4-g64-v1", "int4-g128-v1", "int4-g32-o-v1", "int4-g64-o-v1",
+        "int4-g128-o-v1", "bf16-v1",
     }  # fmt: skip
-    assert layout_for(4, 64).name == "int4-g64-v1" and layout_for(16).name == "bf16-v1"
+    assert layout_for(4, 64).name == "int4-g64-v1" and layout_for(4, 64, True).name == "int4-g64-o-v1"
+    assert layout_for(16).name == "bf16-v1"
 
     class Sizes:
         hidden, moe_intermediate = 2880, 96
@@ -92,7 +94,7 @@ def test_a_store_gives_back_what_the_specification_rounds_to(made: tuple[Scheme,
     store.verify()
     exact = open_source(tiny).expert(2, 5)
     for given, found in zip(exact, store.expert(2, 5), strict=True):
-        wanted = Bfloat16Rows(narrow(given)) if scheme.group is None else quantize_groups(given, scheme.group)
+        wanted = Bfloat16Rows(narrow(given)) if scheme.group is None else quantize_groups(given, scheme.group, offsets=True)
         assert np.array_equal(found, dequantize_stored(wanted))
     if scheme.bits == 16:  # the checkpoint is bfloat16: nothing is lost
         assert np.array_equal(store.expert(2, 5).up, exact.up)

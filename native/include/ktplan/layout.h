@@ -15,6 +15,9 @@
 //
 // Scales: float32, one a row; or, where `group` inputs of a row share one (int4 only), bfloat16 [step][group][32 rows],
 // so that one line of 64 bytes serves a group of a step. bfloat16 weights have none.
+//
+// A weight is level * scale; in layouts with offsets (level + (last two bits of the scale + 1) / 2) * scale. Those bits are
+// part of the scale's value all the same.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +38,7 @@ struct Layout {
   std::size_t block_bytes;  // bytes of a row in a full k-block
   std::size_t k_multiple;   // inputs must be a multiple of this
   std::size_t group = 0;    // inputs that share a scale; 0: a whole row does
+  bool offsets = false;     // a group's scale also chooses what is added to its levels
 
   constexpr std::size_t row_bytes(std::size_t k) const { return k * bits / 8; }
   constexpr std::size_t packed_bytes(std::size_t n, std::size_t k) const { return n * row_bytes(k); }
@@ -45,11 +49,15 @@ inline constexpr Layout kInt4Layout{.bits = 4, .block_rows = 128, .block_bytes =
 inline constexpr Layout kBf16Layout{.bits = 16, .block_rows = 64, .block_bytes = 3584, .k_multiple = 32};
 
 // INT4 with a scale for each `group` inputs: 32, 64 or 128.
-constexpr Layout grouped(std::size_t group) {
+constexpr Layout grouped(std::size_t group, bool offsets = false) {
   Layout layout = kInt4Layout;
   layout.group = group;
+  layout.offsets = offsets;
   return layout;
 }
+
+// What is added to a group's levels, by the last two bits of its scale.
+inline constexpr float kOffsets[4] = {0.5f, 1.0f, 1.5f, 2.0f}, kNoOffsets[4] = {};
 
 // 32 rows of a packed projection: what a kernel multiplies at a time.
 struct WeightStep {
@@ -59,6 +67,7 @@ struct WeightStep {
   std::size_t row_bytes;      // bytes of a whole row
   const float* scale;         // one for each of the 32 rows; null where groups have them
   const std::uint16_t* group_scale;  // bfloat16 [groups][32]; null where rows have them
+  const float* offsets;              // kOffsets or kNoOffsets
 };
 
 // Where k-block `kb` of the step begins, and how many bytes of each row it holds.
@@ -82,7 +91,8 @@ static inline WeightStep step_at(const Layout& layout, const std::uint8_t* packe
                     .index = (row - first) / kStepRows,
                     .row_bytes = row_bytes,
                     .scale = rows_have_scales ? static_cast<const float*>(scale) + row : nullptr,
-                    .group_scale = groups == 0 ? nullptr : static_cast<const std::uint16_t*>(scale) + row * groups};
+                    .group_scale = groups == 0 ? nullptr : static_cast<const std::uint16_t*>(scale) + row * groups,
+                    .offsets = layout.offsets ? kOffsets : kNoOffsets};
 }
 
 static inline Segment segment_at(const WeightStep& step, std::size_t block_bytes, std::size_t kb) {

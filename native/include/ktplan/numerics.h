@@ -9,7 +9,9 @@
 //   level      = 256 * high + low, both signed bytes: low = level's low byte as signed, high = (level + 128) >> 8
 //   dot        = the exact integer, rounded once to float32; an int4 level n counts as 16 n
 //   project    rows have scales:    (row scale * column scale) * dot
-//              groups have scales:  s = 0;  for each group in order: s = fma(dot of the group, group scale * 1/16, s)
+//              groups have scales:  s = 0;  for each group in order:
+//                                   d = fma(sum of the row's levels, 16 * offset, dot)   (offset 0: d = dot)
+//                                   s = fma(d, group scale * 1/16, s)
 //                                   row scale * s
 //              bfloat16 weights:    row scale * sum; 8 bits: inputs rounded to bfloat16; 16 bits: inputs as two such
 //                                   numbers, x = high + low, or as float32, whichever the table's instructions take

@@ -39,8 +39,9 @@ struct QuantizeRule {
   const std::uint16_t* multipliers;  // the search's grid: 16 * levels per largest magnitude, ascending
   std::size_t multiplier_count;
   std::size_t group = 0;             // inputs that share a scale: 32, 64 or 128 with 4 bits; 0: a whole row
-  const float* shares = nullptr;     // the search's scales of a group, as multiples of its largest weight
-  std::size_t share_count = 0;
+  bool offsets = false;              // scales of groups choose offsets too (layout.h)
+  const float* tries = nullptr;      // the search's grid for groups: of plain scales multiples of the largest weight,
+  std::size_t try_count = 0;         // with offsets steps from the middle of a group's range to its ends
 };
 
 // Quantizes rows step * 32 .. step * 32 + 31; `scratch` has quantize_scratch(columns) bytes.

@@ -125,7 +125,8 @@ TEST(dot_products_are_the_exact_integers) {
 
 TEST(projections_are_the_same_bits_as_the_scalar_ones_and_stay_inside_their_memory) {
   std::mt19937 random(2);
-  for (const Layout& layout : {kInt8Layout, kInt4Layout, grouped(32), grouped(64), grouped(128)}) {
+  for (const Layout& layout : {kInt8Layout, kInt4Layout, grouped(32), grouped(64), grouped(128), grouped(32, true), grouped(64, true),
+                               grouped(128, true)}) {
     for (const auto& [n, k] : kShapes) {
       const Weights weights(layout, n, k, random, random() % 2 * 3);
       const std::size_t s = random() % (n / kStepRows), stride = kStepRows + 16 * (random() % 2);

@@ -62,6 +62,8 @@ TEST(scales_follow_rows_or_groups) {
     const Layout layout = grouped(group);
     std::vector<std::uint16_t> groups(96 * 512 / group);
     const WeightStep step = step_at(layout, packed.data(), groups.data(), 96, layout.row_bytes(512), 2);
+    CHECK_WHERE(step.offsets == kNoOffsets, group);
+    CHECK_WHERE(step_at(grouped(group, true), packed.data(), groups.data(), 96, 256, 0).offsets == kOffsets, group);
     CHECK_WHERE(step.scale == nullptr && step.group_scale == groups.data() + 64 * 512 / group, group);
   }
   const WeightStep plain = step_at(kBf16Layout, packed.data(), nullptr, 96, 64, 1);
