@@ -24,9 +24,12 @@ SCHEMES = {
     "bf16": Scheme(16, rounding="nearest"),
     "int8-row mse": Scheme(8),
     "int8-row kt": Scheme(8, rounding="kt"),
-    "int4-g32": Scheme(4, 32),
-    "int4-g64": Scheme(4, 64),
-    "int4-g128": Scheme(4, 128),
+    "int4-g32": Scheme(4, 32, offsets=True),
+    "int4-g64": Scheme(4, 64, offsets=True),
+    "int4-g128": Scheme(4, 128, offsets=True),
+    "int4-g32 plain": Scheme(4, 32),
+    "int4-g64 plain": Scheme(4, 64),
+    "int4-g128 plain": Scheme(4, 128),
     "int4-row mse": Scheme(4),
     "int4-row kt": Scheme(4, rounding="kt"),
 }
@@ -109,7 +112,7 @@ def main() -> None:
                 layer = ExpertLayer(
                     [[packed(expert, scheme) for expert in experts]],
                     hidden=HIDDEN, intermediate=INTERMEDIATE, bits=scheme.tile_bits, group=scheme.group,
-                    threads_pool=pool,
+                    offsets=scheme.offsets, threads_pool=pool,
                 )  # fmt: skip
                 rest = layer.forward(hidden, index, weights) - wanted
                 sums[name] += float(np.linalg.norm(rest) / np.linalg.norm(wanted))

@@ -58,7 +58,10 @@ def rounded(weights: Any, scheme: Scheme) -> Any:
     """An expert as the format stores it."""
     if scheme.group is not None:
         return type(weights)(
-            *(dequantize_groups(quantize_groups(matrix, scheme.group)) for matrix in weights)
+            *(
+                dequantize_groups(quantize_groups(matrix, scheme.group, offsets=scheme.offsets))
+                for matrix in weights
+            )
         )
     return type(weights)(*(dequantize(quantize_rows(matrix, scheme)) for matrix in weights))
 
@@ -116,7 +119,7 @@ def model(
                             ),
                         }
                         if bits == 4:
-                            ways[GROUPS] = rounded(exact, Scheme(4, 32))
+                            ways[GROUPS] = rounded(exact, Scheme(4, 32, offsets=True))
                         rows, share = routing.rows[expert], routing.weights[expert]
                         own = run.held_out[rows]
                         inputs = run.inputs.read(rows[own])

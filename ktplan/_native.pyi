@@ -64,7 +64,15 @@ def quantize(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
 def dots(isa: str, x: Any, packed: Any, n: int, bits: int, activation_bits: int) -> npt.NDArray[np.int64]: ...
 def project(
-    isa: str, x: Any, packed: Any, scale: Any, n: int, bits: int, group: int, activation_bits: int, offsets: bool
+    isa: str,
+    x: Any,
+    packed: Any,
+    scale: Any,
+    n: int,
+    bits: int,
+    group: int,
+    activation_bits: int,
+    offsets: bool,
 ) -> npt.NDArray[np.float32]: ...
 def activate(
     isa: str, gate: Any, up: Any, activation: str, alpha: float, limit: float

@@ -159,7 +159,7 @@ class RowExperts(LayerExperts):
     def _grid(self, weight: Tensor, parts: int) -> Grid:
         scheme = self._rounded_to
         if scheme.group is not None:
-            return Grid.of_groups(weight.shape[1], scheme.group)
+            return Grid.of_groups(weight.shape[1], scheme.group, scheme.offsets)
         return Grid.of_rows(scheme.top_level, parts)
 
     def _better(self, weight: Tensor, fit: Tensor, judge: Tensor | None, grid: Grid) -> Fitted:
@@ -332,7 +332,8 @@ def _round(
 def _stored(levels: I8, step: F32, scheme: Scheme) -> QuantizedRows | QuantizedGroups:
     """`step` [N, number of scales a row]."""
     if scheme.group is not None:
-        return QuantizedGroups(np.ascontiguousarray(levels), narrow(np.ascontiguousarray(step)), scheme.group, scheme.offsets)
+        own = narrow(np.ascontiguousarray(step))
+        return QuantizedGroups(np.ascontiguousarray(levels), own, scheme.group, scheme.offsets)
     scale = step[:, 0] / np.float32(16) if scheme.tile_bits == 4 else step[:, 0]
     return QuantizedRows(np.ascontiguousarray(levels), np.ascontiguousarray(scale), scheme.tile_bits)
 

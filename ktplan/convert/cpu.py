@@ -303,9 +303,9 @@ def settled(source: WeightSource, scheme: Scheme) -> Scheme:
     """`scheme` with the meaning of groups that fits this model: one for the whole store, whatever is stopped and resumed.
 
     The first rows of the first expert decide. Offsets have the smaller error, except where a model comes in 4-bit groups
-    itself (Kimi-K2): plain ones keep it exactly. Calibration fits plain ones.
+    itself (Kimi-K2): plain ones keep it exactly.
     """
-    if scheme.group is None or scheme.rounding == "gptq":
+    if scheme.group is None:
         return scheme
     reader = Reader(source)
     try:

@@ -206,7 +206,9 @@ def _columns(pieces: Sequence[Stored], own: slice, overlaps: Sequence[int]) -> S
         scale = np.concatenate([piece.scale for piece in groups], axis=1)
         levels = np.concatenate([piece.levels for piece in groups], axis=1)
         within = slice(own.start // first.group, own.stop // first.group)
-        return QuantizedGroups(np.ascontiguousarray(levels[:, own]), scale[:, within], first.group, first.offsets)
+        return QuantizedGroups(
+            np.ascontiguousarray(levels[:, own]), scale[:, within], first.group, first.offsets
+        )
     rows = [_by_rows(piece) for piece in pieces]
     joined = _joined(np.stack([rows[number].scale for number in overlaps]))
     if joined is None:

@@ -39,7 +39,7 @@ _PLAIN_REACHES = (5.0, 5.5, 6.0, 6.35, 6.7, 7.0, 7.25, 7.5, 7.75, 8.0, 8.3, 8.6)
 # With offsets: steps from the middle of the range to its ends. Three, and least squares from there, are as good as six
 # to 0.8 %.
 _REACHES = (6.3, 7.1, 7.8)
-_FURTHEST = 1.5  # steps by which offsets move the range
+FURTHEST = 1.5  # steps by which offsets move the range
 _CODES = 4
 _SMALLEST = np.uint32(7 << 23)  # 2^-120: below it a scale would come near to float32's denormals
 _TOP_FIELD = 254  # exponent of the largest float32s
@@ -129,7 +129,7 @@ def _try_offsets(search: _Search, values: F32, alive: npt.NDArray[np.bool_]) -> 
     sign = np.where(high > -low, np.float32(1), np.float32(-1))
     for reach in tries(offsets=True):
         widest = np.maximum(
-            half * (np.float32(1) / reach), peak * (np.float32(1) / (reach + np.float32(_FURTHEST)))
+            half * (np.float32(1) / reach), peak * (np.float32(1) / (reach + np.float32(FURTHEST)))
         )
         scale = widest * sign
         code = np.rint((middle + middle) * (np.float32(1) / scale))

@@ -11,7 +11,9 @@ Scales of groups are found beforehand, as columns are taken in order of importan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,13 +37,15 @@ _LARGEST_GROUP_STEP = 2.0**124  # times -8 it is a float32
 class Grid:
     """What may be stored: levels `low`..`top`, and `parts` scales a row, each for its share of the inputs.
 
-    `groups`: scales are bfloat16 and may be negative.
+    `groups`: scales are bfloat16 and may be negative; `offsets`: their last two bits choose what is added to levels.
+    In between "levels" are those sums, multiples of a half: what is multiplied by the step.
     """
 
     low: int
     top: int
     parts: int
     groups: bool = False
+    offsets: bool = False
 
     @classmethod
     def of_rows(cls, top: int, parts: int) -> Grid:
@@ -49,31 +53,45 @@ class Grid:
         return cls(-top, top, parts)
 
     @classmethod
-    def of_groups(cls, inputs: int, group: int) -> Grid:
+    def of_groups(cls, inputs: int, group: int, offsets: bool = False) -> Grid:
         """Groups of a row's inputs."""
-        return cls(groups.LOWEST, groups.HIGHEST, inputs // group, groups=True)
+        return cls(groups.LOWEST, groups.HIGHEST, inputs // group, groups=True, offsets=offsets)
 
-    def nearest(self, values: Tensor) -> Tensor:
-        """Values in units of a step to levels, in place."""
-        return values.round_().clamp_(self.low, self.top)
+    def nearest(self, values: Tensor, offset: Tensor) -> Tensor:
+        """Values in units of a step to levels with their offset, in place."""
+        if not self.offsets:
+            return values.round_().clamp_(self.low, self.top)
+        return values.sub_(offset).round_().clamp_(self.low, self.top).add_(offset)
+
+    def offset(self, step: Tensor) -> Tensor:
+        """What is added to levels where the step is `step`."""
+        return _offset(step) if self.offsets else torch.zeros_like(step)
+
+    def rounded(self, levels: Tensor, step: Tensor) -> RoundedRows:
+        """From levels [N, K] with their offsets."""
+        whole = levels - self.offset(_spread(step, levels.shape[1]))
+        return RoundedRows(whole.to(torch.int8), step, self.offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Levels int8 [N, K], and the step float32 [N, parts] of each part's inputs."""
+    """Levels int8 [N, K], and the step float32 [N, parts] of each part's inputs, which may choose `offsets`."""
 
     levels: Tensor
     step: Tensor
+    offsets: bool
 
     def weight(self) -> Tensor:
         """The float32 [N, K] that the levels stand for."""
-        return self.levels.float() * _spread(self.step, self.levels.shape[1])
+        step = _spread(self.step, self.levels.shape[1])
+        levels = self.levels.float()
+        return (levels + _offset(step) if self.offsets else levels) * step
 
 
 def nearest(weight: Tensor, importance: Tensor, grid: Grid) -> RoundedRows:
     """Every weight to its nearest level; the steps have the least error weighted by `importance` [K]."""
     step = _search(weight, importance, grid)
-    return RoundedRows(_levels(weight, _spread(step, weight.shape[1]), grid).to(torch.int8), step)
+    return grid.rounded(_levels(weight, _spread(step, weight.shape[1]), grid), step)
 
 
 def with_feedback(weight: Tensor, hessian: Tensor, grid: Grid, effort: Effort) -> RoundedRows:
@@ -87,7 +105,7 @@ def with_feedback(weight: Tensor, hessian: Tensor, grid: Grid, effort: Effort) -
     start = _search(weight, hessian.diagonal(), grid)
     # All tries go through the column loop together, as rows of their own.
     shares = _GROUPS_WITH_FEEDBACK if grid.groups else _WITH_FEEDBACK
-    steps = torch.cat([_storable(start * share, grid) for share in shares])
+    steps = torch.cat([_storable(start * share, grid, _code(start)) for share in shares])
     spread = _spread(steps, inputs)
     tries = weight.repeat(len(shares), 1)
     levels = torch.empty_like(tries)
@@ -97,10 +115,10 @@ def with_feedback(weight: Tensor, hessian: Tensor, grid: Grid, effort: Effort) -
     chosen = error.argmin(dim=0) * rows + torch.arange(rows, device=weight.device)
     best_levels, best_step = levels[chosen], steps[chosen]
     for _ in range(effort.polish):
-        refit = _refit_groups if grid.groups else _refit
+        refit = partial(_refit_groups, grid) if grid.groups else _refit
         best_step = refit(weight, best_levels, best_step, hessian)
         best_levels = _choose_again(weight, best_levels, best_step, hessian, grid, effort)
-    return RoundedRows(best_levels.to(torch.int8), best_step)
+    return grid.rounded(best_levels, best_step)
 
 
 def _spread(step: Tensor, inputs: int) -> Tensor:
@@ -112,15 +130,31 @@ def _inverse(step: Tensor) -> Tensor:
 
 
 def _levels(weight: Tensor, step: Tensor, grid: Grid) -> Tensor:
-    return grid.nearest(weight * _inverse(step))
+    return grid.nearest(weight * _inverse(step), grid.offset(step))
 
 
-def _storable(step: Tensor, grid: Grid) -> Tensor:
-    """The nearest steps that can be stored: any float32 for rows, bfloat16 for groups."""
+def _code(step: Tensor) -> Tensor:
+    """The last two bits of steps that are bfloat16 numbers, int32."""
+    return (step.view(torch.int32) >> 16) & 3
+
+
+def _offset(step: Tensor) -> Tensor:
+    return _code(step).float().mul_(0.5).add_(0.5)
+
+
+def _storable(step: Tensor, grid: Grid, code: Tensor) -> Tensor:
+    """The nearest steps that can be stored: any float32 for rows, bfloat16 for groups.
+
+    With offsets, one whose last two bits are `code`; steps that are as good as zero are zero.
+    """
     if not grid.groups:
         return step
     bounded = step.clamp(-_LARGEST_GROUP_STEP, _LARGEST_GROUP_STEP)
-    return torch.where(bounded.abs() < _SMALLEST_STEP, 0, bounded).bfloat16().float()
+    if not grid.offsets:
+        return torch.where(bounded.abs() < _SMALLEST_STEP, 0, bounded).bfloat16().float()
+    last = code << 16
+    size = ((bounded.abs().view(torch.int32) - last + (1 << 17)) & ~0x3FFFF) + last
+    return torch.where(bounded.abs() < _SMALLEST_STEP, 0, size.view(torch.float32).copysign(bounded))
 
 
 def _search(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
@@ -143,15 +177,13 @@ def _search(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
 
 
 def _search_groups(grouped: Tensor, importance: Tensor, grid: Grid) -> Tensor:
-    """As groups.quantize_groups does it, with errors weighted: shares of the largest weight, then least squares."""
-    high, low = grouped.amax(dim=-1), grouped.amin(dim=-1)
-    peak = torch.where(high > -low, high, low)
-    best = torch.zeros_like(peak)
-    least, fitted = torch.full_like(peak, torch.inf), best
+    """As groups.quantize_groups does it, with errors weighted: its tries, then least squares."""
+    best = torch.zeros_like(grouped[..., 0])
+    least, fitted = torch.full_like(best, torch.inf), best
 
-    def attempt(wanted: Tensor) -> None:
+    def attempt(wanted: Tensor, code: Tensor) -> None:
         nonlocal best, least, fitted
-        step = _storable(wanted, grid)
+        step = _storable(wanted, grid, code)
         levels = _levels(grouped, step[..., None], grid)
         error = ((levels * step[..., None] - grouped).square_() * importance).sum(dim=-1)
         weighted = levels * importance
@@ -161,17 +193,34 @@ def _search_groups(grouped: Tensor, importance: Tensor, grid: Grid) -> Tensor:
         best, least = torch.where(better, step, best), torch.minimum(error, least)
         fitted = torch.where(better, own, fitted)
 
-    for share in groups.tries(offsets=False).tolist():
-        attempt(peak * share)
+    for wanted, code in _tries(grouped, grid):
+        attempt(wanted, code)
     for _ in range(_GROUP_REFITS):
-        attempt(fitted)
+        attempt(fitted, _code(best))
     return best
+
+
+def _tries(grouped: Tensor, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
+    """Steps [N, parts] and the last bits that they should have."""
+    high, low = grouped.amax(dim=-1), grouped.amin(dim=-1)
+    if not grid.offsets:
+        peak = torch.where(high > -low, high, low)
+        for share in groups.tries(offsets=False).tolist():
+            yield peak * share, _code(peak)
+        return
+    half, peak = (high - low) / 2, torch.maximum(high, -low)
+    sign = torch.where(high > -low, 1.0, -1.0)
+    for reach in groups.tries(offsets=True).tolist():
+        step = torch.maximum(half / reach, peak / (reach + groups.FURTHEST)) * sign
+        middle = ((high + low) * _inverse(step)).clamp(0, 3).round().int()
+        for code in (middle - 1, middle, middle + 1):
+            yield step, code.clamp(0, 3)
 
 
 def _feed(weight: Tensor, step: Tensor, factor: Tensor, grid: Grid, block: int) -> Tensor:
     """The column loop on columns in the order of `factor`: levels [N, K]."""
     columns, steps = weight.T.contiguous(), step.T.contiguous()
-    inverse = _inverse(steps)
+    inverse, offsets = _inverse(steps), grid.offset(steps)
     levels = torch.empty_like(columns)
     for start in range(0, len(columns), block):
         end = min(start + block, len(columns))
@@ -180,7 +229,7 @@ def _feed(weight: Tensor, step: Tensor, factor: Tensor, grid: Grid, block: int) 
         errors = torch.empty_like(columns[start:end])
         for row in range(end - start):
             column = columns[start + row]
-            level = grid.nearest(column * inverse[start + row])
+            level = grid.nearest(column * inverse[start + row], offsets[start + row])
             levels[start + row] = level
             errors[row] = (column - level * steps[start + row]) / pivots[row]
             columns[start + row + 1 : end].addr_(inner[row, row + 1 :], errors[row], alpha=-1)
@@ -219,7 +268,7 @@ def _refit(weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor) -> Ten
     return torch.where(usable, solved, step)
 
 
-def _refit_groups(weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor) -> Tensor:
+def _refit_groups(grid: Grid, weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor) -> Tensor:
     """Give each group in turn the scale that is best while all others stay as they are, where that lowers the error."""
     damped = _damped(hessian, _REFIT_DAMP)
     size = weight.shape[1] // step.shape[1]
@@ -230,13 +279,12 @@ def _refit_groups(weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor)
         codes, before = levels[:, own], chosen[:, number]
         slope = ((rest @ damped[:, own]) * codes).sum(dim=1)
         curve = ((codes @ damped[own, own]) * codes).sum(dim=1)
-        wanted = before + slope / torch.where(curve > 0, curve, 1)
-        wanted = wanted.clamp(-_LARGEST_GROUP_STEP, _LARGEST_GROUP_STEP).bfloat16().float()
+        wanted = _storable(before + slope / torch.where(curve > 0, curve, 1), grid, _code(before))
         change = wanted - before
         better = (curve * change - 2 * slope) * change < 0
         better &= (curve > 0) & (before != 0) & (wanted.abs() > _SMALLEST_STEP) & wanted.isfinite()
         change = torch.where(better, change, 0)
-        chosen[:, number] = before + change
+        chosen[:, number] = torch.where(better, wanted, before)
         rest[:, own] -= codes * change[:, None]
     return chosen
 
@@ -248,7 +296,7 @@ def _choose_again(
     damped = _damped(hessian, _REFIT_DAMP)
     curvature = damped.diagonal().tolist()
     steps = _spread(step, weight.shape[1]).T.contiguous()
-    inverse = _inverse(steps)
+    inverse, offsets = _inverse(steps), grid.offset(steps)
     chosen = levels.T.contiguous()
     rest = weight.T - chosen * steps
     for start in range(0, len(chosen), effort.block):
@@ -258,7 +306,7 @@ def _choose_again(
             if curvature[start + row] <= 0:
                 continue
             wanted = chosen[start + row] * steps[start + row] + gradient[row] / curvature[start + row]
-            level = grid.nearest(wanted * inverse[start + row])
+            level = grid.nearest(wanted * inverse[start + row], offsets[start + row])
             change = (level - chosen[start + row]) * steps[start + row]
             gradient[row:].addr_(damped[start + row : end, start + row], change, alpha=-1)
             rest[start + row] -= change

@@ -76,9 +76,7 @@ AMX_INT8 = Layout("amx-int8-v1", 8, 64, 3584, 64)
 AMX_INT4 = Layout("amx-int4-v1", 4, 128, 1792, 128)
 BF16 = Layout("bf16-v1", 16, 64, 3584, 32)
 _GROUPED = {
-    (group, offsets): Layout(
-        f"int4-g{group}-{'o-' if offsets else ''}v1", 4, 128, 1792, 128, group, offsets
-    )
+    (group, offsets): Layout(f"int4-g{group}-{'o-' if offsets else ''}v1", 4, 128, 1792, 128, group, offsets)
     for group in GROUPS
     for offsets in (False, True)
 }

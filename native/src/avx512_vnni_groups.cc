@@ -1,8 +1,8 @@
 // AVX-512 VNNI kernels for INT4 weights whose groups of 32, 64 or 128 inputs have scales of their own.
 //
 //   Rows and products are those of avx512_vnni.cc. What the weights' offset of 128 adds, 128 * the sum of a group's
-//   levels, is known once a row and kept behind its levels. A group's sum of 16-bit levels fits an int32 (128 inputs *
-//   128 * 32639), so the planes are joined as integers.
+//   levels, is known once a row and kept behind its levels; the sums of the lower plane begin with it. A group's sum of
+//   16-bit levels fits an int32 (128 inputs * 128 * 32639), so the planes are joined as integers.
 //
 // Rows are the bytes of rows.h.
 
@@ -30,8 +30,7 @@ constexpr int kMaxRows = kPlanes == 1 ? 7 : 6;
 // The group's sums as floats; `own`: what the row holds for the group.
 template <int kPlanes>
 [[gnu::always_inline]] inline __m512 joined(__m512i high, __m512i low, __m512 offset, const std::uint8_t* own) {
-  const __m512i sum = kPlanes == 1 ? low : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-  const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(sum, Vectors512::broadcast(own)));
+  const __m512 dot = _mm512_cvtepi32_ps(kPlanes == 1 ? low : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
   return _mm512_fmadd_ps(Vectors512::from_bits(Vectors512::broadcast(own + kFloatSum)), offset, dot);
 }
 
@@ -45,9 +44,10 @@ template <int kRows, int kPlanes, std::size_t kGroup, int kIndex>
   constexpr int kHalf = kGroup == 128 ? 0 : kIndex * static_cast<int>(kGroup) / 64, kHalves = kGroup == 128 ? 2 : 1;
   __m512i sums[kRows][kPlanes][2];
   each<kRows>([&](auto r) INLINE {
-    each<kPlanes>([&](auto p) INLINE {
-      sums[r][p][0] = sums[r][p][1] = _mm512_setzero_si512();
-    });
+    sums[r][0][0] = sums[r][0][1] = _mm512_setzero_si512();
+    if constexpr (kPlanes == 2) {
+      sums[r][1][0] = sums[r][1][1] = Vectors512::broadcast(row[r] + group_sums + kSumBytes * kIndex);
+    }
   });
   for (int word = kFirst; word < kFirst + kWords; ++word) {
     const Levels<4> first = load<4>(w + word * 64), second = load<4>(w + kTileBytes + word * 64);
@@ -89,7 +89,9 @@ template <int kRows, int kPlanes, std::size_t kGroup>
   each<kRows>([&](auto r) INLINE { row[r] = rows[r]->bytes; });
   alignas(64) float totals[kRows][kStepRows] = {};
   const std::uint16_t* scale = step.group_scale;
-  const __m512 offsets = _mm512_mul_ps(Vectors512::four(step.offsets), _mm512_set1_ps(16.0f));  // for levels of 16 n
+  // For levels of 16 n; one plane's sums are exact as floats, so that what is too much can be taken off there.
+  const __m512 offsets = _mm512_fmadd_ps(Vectors512::four(step.offsets), _mm512_set1_ps(16.0f),
+                                         _mm512_set1_ps(kPlanes == 1 ? -128.0f : 0.0f));
   std::size_t at = 0, group_sums = step.row_bytes * 2 * kPlanes;  // where the rows' levels and their sums are read
   for (std::size_t kb = 0; kb * kLayout.block_bytes < step.row_bytes; ++kb) {
     const Segment segment = segment_at(step, kLayout.block_bytes, kb);

@@ -349,6 +349,8 @@ struct Products {
                                                       F (&totals)[kRows][kVectors]) {
     constexpr int halves = kGroup == 128 ? 2 : 1;
     constexpr std::size_t words = kGroup == 32 ? 8 : 16;
+    // a group's sum with 8-bit activations is below 2^24: as a float still exact, so that one fma takes off and adds
+    constexpr bool exact = M::kPlanes == 1 && M::kOffset != 0;
     constexpr bool pieces = M::kSumWords < words;  // sums leave the registers within a group
     I dots[kRows][kTogether];
     Sums sums;
@@ -374,12 +376,13 @@ struct Products {
     each<kTogether>([&](auto v) INLINE {
       scales[v] = V::from_bf16(scale + (vector + v) * V::kLanes);
       added[v] = V::chosen_by_bf16(offsets, scale + (vector + v) * V::kLanes);
+      if constexpr (exact) added[v] = V::sub(added[v], V::set(static_cast<float>(M::kOffset)));
     });
     each<kRows>([&](auto r) INLINE {
-      const I too_much = M::kOffset == 0 ? V::set32(0) : V::broadcast(group_sums[r]);
+      const I too_much = M::kOffset == 0 || exact ? V::set32(0) : V::broadcast(group_sums[r]);
       const F levels = V::from_bits(V::broadcast(group_sums[r] + kFloatSum));
       each<kTogether>([&](auto v) INLINE {
-        const I dot = M::kOffset == 0 ? dots[r][v] : V::add32(dots[r][v], too_much);
+        const I dot = M::kOffset == 0 || exact ? dots[r][v] : V::add32(dots[r][v], too_much);
         F& total = totals[r][vector + v];
         // all of it a sixteenth of numerics.h's, whose steps of 16 are exact
         total = V::fma(V::fma(levels, added[v], V::to_float(dot)), scales[v], total);

@@ -16,7 +16,7 @@ from ktplan.errors import BadUsage
 from ktplan.model import open_source
 from ktplan.quant import Scheme
 from ktplan.quant.gptq import Effort
-from ktplan.quant.groups import narrow, widen
+from ktplan.quant.groups import QuantizedGroups, dequantize_groups, narrow, offsets_of, quantize_groups, widen
 from ktplan.quant.row_feedback import Grid, nearest, with_feedback
 from ktplan.store import ExpertStore
 
@@ -78,20 +78,37 @@ def test_feedback_beats_the_nearest_levels_and_stays_in_the_format(parts: int, t
     assert bool((fitted.step > 0).all())
 
 
+@pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_feedback_works_with_groups_whose_scales_are_bfloat16(group: int) -> None:
+def test_feedback_works_with_groups_whose_scales_are_bfloat16(group: int, offsets: bool) -> None:
     weight, moments = correlated(inputs=256)
-    grid = Grid.of_groups(256, group)
+    grid = Grid.of_groups(256, group, offsets)
     plain = nearest(weight, moments.diagonal(), grid)
     unpolished = with_feedback(weight, moments, grid, Effort(polish=0))
     fitted = with_feedback(weight, moments, grid, Effort())
     errors = [output_error(weight, rounded, moments) for rounded in (plain, unpolished, fitted)]
-    assert errors[1] < 0.75 * errors[0] and errors[2] < errors[1]
+    assert errors[1] < (0.86 if offsets else 0.75) * errors[0] and errors[2] < errors[1]
     assert fitted.step.shape == (64, 256 // group)
     assert int(fitted.levels.min()) == -8 and int(fitted.levels.max()) == 7
     step = fitted.step.numpy()
     assert np.array_equal(widen(narrow(step)), step)
     assert (step < 0).any() and (step > 0).any()
+    stored = QuantizedGroups(fitted.levels.numpy(), narrow(step), group, offsets)
+    assert np.array_equal(dequantize_groups(stored), fitted.weight().numpy())
+    if offsets:
+        assert set(np.unique(offsets_of(narrow(step)))) == {0.5, 1, 1.5, 2}
+        without = with_feedback(weight, moments, Grid.of_groups(256, group), Effort())
+        assert errors[2] < output_error(weight, without, moments)
+
+
+def test_with_offsets_a_search_for_equal_inputs_is_the_specified_one() -> None:
+    """And groups of zeros stay zeros."""
+    weight, _ = correlated(inputs=256)
+    weight[3, 32:64] = 0
+    found = nearest(weight, torch.ones(256), Grid.of_groups(256, 32, offsets=True))
+    specified = quantize_groups(weight.numpy(), 32, offsets=True)
+    assert (narrow(found.step.numpy()) == specified.scale).mean() > 0.99
+    assert not found.weight()[3, 32:64].any()
 
 
 def test_inputs_and_rows_that_are_never_used_do_no_harm() -> None:

@@ -139,7 +139,7 @@ def test_the_folder_holds_the_store_and_nothing_else(tiny: Path, tmp_path: Path)
 def test_the_command_reports_for_people_and_for_programs(cli: Callable[..., Any], tmp_path: Path) -> None:
     text = cli("convert-cpu", "tiny", "-o", tmp_path / "a").ok()
     assert "64 experts of tiny, int4-g32, 1 NUMA part" in text.stdout
-    assert "mean 0.08" in text.stdout and "worst 0.0" in text.stdout
+    assert "mean 0.07" in text.stdout and "worst 0.0" in text.stdout
     assert "next: ktplan run" in text.stderr
     eight = ("--bits", "8", "--numa-parts", "2", "--json", "-q")
     body = cli("convert-cpu", "tiny", "-o", tmp_path / "b", *eight).ok().json()

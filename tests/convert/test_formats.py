@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from ktplan.cli.store_format import chosen_scheme
-from ktplan.convert.cpu import convert_cpu
+from ktplan.convert.cpu import convert_cpu, quantize_expert, settled
 from ktplan.convert.repartition import repartition
 from ktplan.convert.verify import verify_store
 from ktplan.errors import BadUsage
-from ktplan.model import open_source
-from ktplan.quant import Scheme
-from ktplan.store import ExpertStore
+from ktplan.kernels import ExpertLayer, PackedExpert, Pool
+from ktplan.model import ExpertWeights, open_source
+from ktplan.quant import Scheme, dequantize_stored, quantize_groups
+from ktplan.store import ExpertStore, StoreShape
 
 NOTHING: Mapping[str, Any] = dict.fromkeys(("bits", "dtype", "group_size", "rounding", "target", "mixed"))
 OPTIONS = {
@@ -173,9 +174,7 @@ def test_parts_are_cut_and_joined_without_loss(
 
 
 def test_mixed_stores_may_have_groups(tiny: Path, tmp_path: Path) -> None:
-    from ktplan.kernels import Pool
     from ktplan.runtime.cpu_experts import CpuExperts
-    from ktplan.store import StoreShape
 
     shape = StoreShape(bits=4, group=32, parts=1, experts=16, hidden=256, intermediate=128)
     narrow, wide = shape.plain_bytes(4), shape.plain_bytes(8)
@@ -231,3 +230,70 @@ def test_widths_that_are_no_multiple_are_filled_with_zeros(scheme: Scheme, tmp_p
         assert found.shape == given.shape
         assert np.linalg.norm(found - given) < 0.09 * np.linalg.norm(given)
     assert not verify_store(store, open_source(model)).damages
+
+
+def layer_error(scheme: Scheme, outliers: bool) -> float:
+    """Relative error of a layer's output, through the converter and the native engine, against float64."""
+    hidden, inner, count, tokens = 1024, 768, 4, 16
+    random = np.random.default_rng(0)
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        values = random.standard_normal((rows, columns), np.float32) / np.float32(columns**0.5)
+        if outliers:
+            values[random.random(values.shape) < 0.001] *= 10
+        return values
+
+    held, wanted = [], np.zeros((tokens, hidden))
+    x = random.standard_normal((tokens, hidden), np.float32)
+    for _ in range(count):
+        exact = ExpertWeights(matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner))
+        arrays, _errors = quantize_expert(exact, scheme, 1)
+        lines = [scale.reshape(-1, 32) for scale in arrays[3:]]
+        scales = [
+            line.reshape(rows // 32, -1, 32) for line, rows in zip(lines, (inner, inner, hidden), strict=True)
+        ]
+        held.append(PackedExpert(arrays[0], scales[0], arrays[1], scales[1], arrays[2], scales[2]))
+        gate, up, down = (one.astype(np.float64) for one in exact)
+        first = x.astype(np.float64) @ gate.T
+        wanted += first / (1 + np.exp(-first)) * (x.astype(np.float64) @ up.T) @ down.T
+    layer = ExpertLayer(
+        [held], hidden=hidden, intermediate=inner, bits=4, group=scheme.group, offsets=scheme.offsets,
+        threads_pool=Pool(1),
+    )  # fmt: skip
+    every = np.tile(np.arange(count), (tokens, 1))
+    found = layer.forward(x, every, np.ones((tokens, count), np.float32))
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+
+
+def test_the_default_format_changes_a_layers_output_by_less_than_its_bars() -> None:
+    default = Scheme(4, 32, offsets=True)
+    assert layer_error(default, outliers=False) < 0.14 < layer_error(Scheme(4, 32), outliers=False)
+    assert layer_error(default, outliers=True) < 0.16 < layer_error(Scheme(4, 32), outliers=True)
+    shape = StoreShape(bits=4, group=32, offsets=True, parts=1, experts=1, hidden=2048, intermediate=1536)
+    assert shape.plain_bytes(4) <= 0.57 * 3 * 2048 * 1536
+
+
+@pytest.mark.parametrize("rounding", ["mse", "gptq"])
+def test_a_model_that_has_plain_groups_itself_keeps_them_exactly(rounding: Any, tmp_path: Path) -> None:
+    """Levels -8..7 times bfloat16 scales, as Kimi-K2 comes: told from the weights, not from how they are stored."""
+    from safetensors.numpy import load_file, save_file
+
+    from .test_repartition import wide_model
+
+    model = wide_model(tmp_path / "model")
+    free = settled(open_source(model), Scheme(4, 32, rounding))
+    assert free.offsets and settled(open_source(model), Scheme(4)) == Scheme(4)
+    tensors = load_file(model / "model.safetensors")
+    save_file(
+        {
+            name: dequantize_stored(quantize_groups(values, 32, offsets=False))
+            for name, values in tensors.items()
+        },
+        model / "model.safetensors",
+    )
+    scheme = Scheme(4, 32, rounding)
+    assert settled(open_source(model), scheme) == scheme and not scheme.offsets
+    if rounding == "mse":
+        manifest = convert_cpu(open_source(model), tmp_path / "store", scheme).manifest
+        assert manifest.layout == "int4-g32-v1" and manifest.mean_error == 0
+        assert not verify_store(ExpertStore.open(tmp_path / "store"), open_source(model)).damages

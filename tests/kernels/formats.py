@@ -11,7 +11,6 @@ from ktplan.kernels import Activation, ExpertLayer, PackedExpert
 from ktplan.store.layout import pack, unpack
 
 
-
 class Format(NamedTuple):
     bits: int
     group: int | None = None  # inputs that share a scale

@@ -55,8 +55,15 @@ def test_products_have_the_scalar_kernels_bits(
     for count in range(1, tokens + 1):
         ours, expected = (
             kernels.project_rows(
-                x[:count], weights.packed, weights.scale, rows, bits, activation_bits,
-                isa=isa, group=group, offsets=offsets,
+                x[:count],
+                weights.packed,
+                weights.scale,
+                rows,
+                bits,
+                activation_bits,
+                isa=isa,
+                group=group,
+                offsets=offsets,
             )  # fmt: skip
             for isa in (NAME, "scalar")
         )

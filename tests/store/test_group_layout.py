@@ -94,7 +94,11 @@ def test_a_store_gives_back_what_the_specification_rounds_to(made: tuple[Scheme,
     store.verify()
     exact = open_source(tiny).expert(2, 5)
     for given, found in zip(exact, store.expert(2, 5), strict=True):
-        wanted = Bfloat16Rows(narrow(given)) if scheme.group is None else quantize_groups(given, scheme.group, offsets=True)
+        wanted = (
+            Bfloat16Rows(narrow(given))
+            if scheme.group is None
+            else quantize_groups(given, scheme.group, offsets=True)
+        )
         assert np.array_equal(found, dequantize_stored(wanted))
     if scheme.bits == 16:  # the checkpoint is bfloat16: nothing is lost
         assert np.array_equal(store.expert(2, 5).up, exact.up)
@@ -104,7 +108,7 @@ def test_a_store_says_its_format_and_holds_what_it_says(made: tuple[Scheme, Path
     scheme, folder = made
     manifest = ExpertStore.open(folder).manifest
     assert (manifest.scheme, manifest.bits, manifest.group) == (scheme.name, scheme.bits, scheme.group)
-    assert manifest.layout == ("bf16-v1" if scheme.bits == 16 else f"{scheme.name}-v1")
+    assert manifest.layout == ("bf16-v1" if scheme.bits == 16 else f"{scheme.name}-o-v1")
     weights = 3 * 256 * 128
     per_weight = 2 if scheme.group is None else 0.5 + 2 / scheme.group
     assert manifest.bytes_per_expert == weights * per_weight
