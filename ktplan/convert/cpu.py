@@ -300,10 +300,10 @@ def publish(journal: Journal, source: WeightSource, scheme: Scheme, shape: Store
 
 
 def settled(source: WeightSource, scheme: Scheme) -> Scheme:
-    """`scheme` with the meaning of groups that fits this model: one for the whole store, whatever is stopped and resumed.
+    """`scheme` with the meaning of groups that fits this model, the same for the whole store.
 
-    The first rows of the first expert decide. Offsets have the smaller error, except where a model comes in 4-bit groups
-    itself (Kimi-K2): plain ones keep it exactly.
+    The first rows of the first expert decide. Offsets have the smaller error, except where a model comes in 4-bit
+    groups itself (Kimi-K2): plain ones keep it exactly.
     """
     if scheme.group is None:
         return scheme

@@ -224,8 +224,7 @@ def _by_rows(piece: Stored) -> QuantizedRows:
 
 def _round_again(exact: F32, bits: int) -> tuple[list[U8 | F32 | U16], ExpertError]:
     rows, columns = exact.shape
-    task = PackTask(
-        exact, np.empty(rows * layout_for(bits).row_bytes(columns), np.uint8), np.empty(rows, np.float32)
-    )
-    (found,) = pack_tasks([task], bits, "mse", None, Pool(1))
+    layout = layout_for(bits)
+    task = PackTask(exact, np.empty(rows * layout.row_bytes(columns), np.uint8), np.empty(rows, np.float32))
+    (found,) = pack_tasks([task], bits, "mse", layout, Pool(1))
     return [task.packed, task.scale], ExpertError(found.error, found.energy)

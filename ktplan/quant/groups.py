@@ -69,7 +69,7 @@ class Bfloat16Rows:
 
 @lru_cache(maxsize=2)
 def tries(offsets: bool) -> F32:
-    """What is tried: scales as multiples of a group's largest weight (with its sign); with `offsets` numbers of steps."""
+    """What is tried: scales as multiples of a group's largest weight and its sign; with `offsets` numbers of steps."""
     table = np.array(_REACHES, np.float32) if offsets else (-1 / np.array(_PLAIN_REACHES)).astype(np.float32)
     table.flags.writeable = False
     return table
