@@ -11,13 +11,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError
 from ktplan.version import __version__
+
+T = TypeVar("T")
 
 _SHORT = 32  # characters of a file's name in that of its temporary file: names have a limit
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -134,6 +136,16 @@ def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:
             hint=f"use the program that wrote it ({body.get('made_by', 'unknown')}) or make the file again",
         )
     return body
+
+
+def parsed(path: Path, read: Callable[[Any], T], body: Any, hint: str) -> T:
+    """`read(body)`; what it trips over in a file of the right kind is damage: raises BadInput naming `path`."""
+    try:
+        return read(body)
+    except BadInput as fault:
+        raise BadInput(f"{path} is damaged: {fault.message}", hint=fault.hint or hint) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        raise BadInput(f"{path} is damaged: {type(fault).__name__} {fault}", hint=hint) from None
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def plan_cpu(
     illegal number of parts or an output that is in use, DoesNotFit for a disk or a memory that is too small.
     """
     spec = source.spec
-    spec.check_plain_experts()
+    spec.check_experts(calibrated=calibration is not None)
     check_parts(spec, scheme.bits, numa_parts, scheme.group)
     if (scheme.rounding == "gptq") != (calibration is not None):
         raise BadUsage(

@@ -86,7 +86,7 @@ def plan_gpu(
     no group fits; DoesNotFit for a disk that is too small.
     """
     spec = source.spec
-    spec.check_plain_experts()
+    spec.check_experts(calibrated=True)
     _check_source(source, options, complete=experts is None)
     if experts is not None and options.include:
         raise BadUsage(

@@ -97,6 +97,21 @@ class Family:
             return f"{act}-ungated"
         return self.gate or str(act)
 
+    def activation_numbers(self, config: Config) -> tuple[float | None, float | None]:
+        """Alpha and limit of what `activation` names; None where it has none, or none for the whole model.
+
+        gpt-oss's are 1.702 and 7 where its config.json does not say.
+        """
+        name = self.activation(config)
+        if not name.startswith("swiglu-"):
+            return None, None
+        oai = name == "swiglu-oai"
+        limit = config.get("swiglu_limit")
+        if limit is None and oai:
+            limit = 7.0
+        alpha = float(config.get("swiglu_alpha") or 1.702) if oai else None
+        return alpha, float(limit) if isinstance(limit, int | float) else None
+
 
 _ROLES = ("gate", "up", "gate_up", "down")
 _ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")

@@ -19,7 +19,7 @@ from ktplan.model.fingerprint import Run, fingerprint, packed_runs, plain_runs, 
 from ktplan.model.header import ITEM_BYTES, TensorInfo, refuse_lfs_pointer
 from ktplan.model.layout import Experts, Sizes, expert_like
 from ktplan.model.shards import find_tensors
-from ktplan.model.source import PROJECTIONS, Array, ExpertWeights, Place
+from ktplan.model.source import PROJECTIONS, Array, Biases, ExpertWeights, Place
 from ktplan.model.spec import ModelSpec
 
 PLAIN = ("BF16", "F16", "F32")  # numbers as they are
@@ -47,6 +47,7 @@ class SafetensorsSource:
         dense = [self._tensors[name] for name in self.dense_names()]
         experts = [self._tensors[name] for name in self._experts.names]
         text, sizes = self._text, self._sizes
+        alpha, limit = self._family.activation_numbers(text)
         return ModelSpec(
             name=display_name(self._root),
             family=self._family.name,
@@ -73,25 +74,33 @@ class SafetensorsSource:
             kv_bytes_per_token=families.kv_bytes(text),
             experts_module=self._family.experts_module,
             expert_bias=self._experts.has_bias,
+            activation_alpha=alpha,
+            activation_limit=limit,
             fingerprint=self._fingerprint(dense),
         )
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         roles = self._experts.roles(layer, expert)
-        matrices = {role: self._matrix(layer, expert, role) for role in roles}
-        biases = {
-            role: self._bias(parts["bias"], layer, expert) for role, parts in roles.items() if "bias" in parts
-        }
-        interleaved = self._experts.interleaved(layer)
-        for found in (matrices, biases):
-            if (both := found.pop("gate_up", None)) is not None:
-                half = len(both) // 2
-                found["gate"] = np.ascontiguousarray(both[::2]) if interleaved else both[:half]
-                found["up"] = np.ascontiguousarray(both[1::2]) if interleaved else both[half:]
+        matrices = self._split({role: self._matrix(layer, expert, role) for role in roles}, layer)
         gate = matrices.get("gate", np.empty((0, self._sizes.hidden), np.float32))
-        return ExpertWeights(
-            gate, matrices["up"], matrices["down"], biases.get("gate"), biases.get("up"), biases.get("down")
-        )
+        return ExpertWeights(gate, matrices["up"], matrices["down"], *self.expert_biases(layer, expert))
+
+    def expert_biases(self, layer: int, expert: int) -> Biases:
+        biases = {
+            role: self._bias(parts["bias"], layer, expert)
+            for role, parts in self._experts.roles(layer, expert).items()
+            if "bias" in parts
+        }
+        found = self._split(biases, layer)
+        return Biases(found.get("gate"), found.get("up"), found.get("down"))
+
+    def _split(self, found: dict[str, Array], layer: int) -> dict[str, Array]:
+        """Gate and up apart, where a checkpoint keeps them in one."""
+        if (both := found.pop("gate_up", None)) is not None:
+            half, interleaved = len(both) // 2, self._experts.interleaved(layer)
+            found["gate"] = np.ascontiguousarray(both[::2]) if interleaved else both[:half]
+            found["up"] = np.ascontiguousarray(both[1::2]) if interleaved else both[half:]
+        return found
 
     def expert_places(self, layer: int, expert: int) -> tuple[Place, Place, Place] | None:
         """Where gate, up and down lie as plain rows: gate and up of a fused tensor are its first and second half."""

@@ -504,7 +504,7 @@ std::vector<std::tuple<std::string, std::string, std::string, std::string, bool>
 // Whether tiles are there, permitted, and emulated; and what is missing.
 std::tuple<bool, bool, bool, std::string> tiles() {
   const TileState& state = tile_state();
-  return {state.detected, state.permitted, !state.permitted && tiles_emulated(), state.why};
+  return {state.detected, state.permitted, !state.permitted && trap_executes(), state.why};
 }
 
 // Quantizes and packs; each task is (matrix [N, K] whose rows may lie apart, packed, scale). Returns for each whether all its

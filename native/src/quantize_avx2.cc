@@ -147,6 +147,6 @@ struct Avx2 {
 
 namespace avx2 {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"avx2", &GroupQuantizer<Avx2>::step};
+const QuantizeTable kQuantize{&GroupQuantizer<Avx2>::step};
 }  // namespace avx2
 }  // namespace ktplan

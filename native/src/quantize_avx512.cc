@@ -113,8 +113,8 @@ struct Avx512 {
 
 }  // namespace
 
-namespace avx512_vnni {
+namespace avx512 {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"avx512-vnni", &GroupQuantizer<Avx512>::step};
-}  // namespace avx512_vnni
+const QuantizeTable kQuantize{&GroupQuantizer<Avx512>::step};
+}  // namespace avx512
 }  // namespace ktplan

@@ -103,6 +103,6 @@ struct Scalar {
 
 namespace scalar {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"scalar", &GroupQuantizer<Scalar>::step};
+const QuantizeTable kQuantize{&GroupQuantizer<Scalar>::step};
 }  // namespace scalar
 }  // namespace ktplan

@@ -48,13 +48,12 @@ struct QuantizeRule {
 using QuantizeStep = bool (*)(const QuantizeTask& task, const QuantizeRule& rule, std::size_t step, std::uint8_t* scratch) noexcept;
 
 struct QuantizeTable {
-  const char* name;  // of the KernelTable it goes with
   QuantizeStep step;
 };
 
 std::size_t quantize_scratch(std::size_t columns);
 
-// nullptr where this build has none of that name.
+// The one that goes with the kernel table of that name; nullptr where this build has none.
 const QuantizeTable* find_quantize_table(const char* name);
 
 // Runs all tasks on the pool; finite[i] tells whether task i met only finite values. Throws std::bad_alloc before it begins.
