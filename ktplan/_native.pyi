@@ -55,5 +55,12 @@ def activate(
 ) -> npt.NDArray[np.float32]: ...
 def round_bf16(isa: str, x: Any) -> npt.NDArray[np.float32]: ...
 def pack_weights(
-    isa: str, pool: Pool, tasks: list[tuple[Any, Any, Any]], bits: int, rounding: str, multipliers: Any
+    isa: str,
+    pool: Pool,
+    tasks: list[tuple[Any, Any, Any]],
+    bits: int,
+    rounding: str,
+    multipliers: Any,
+    group: int,
+    shares: Any,
 ) -> list[tuple[bool, float, float]]: ...

@@ -222,7 +222,12 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         with explained(path):
             _make_folder(path, made)
-            with _held_alone(path):
+            with locked_folder(path):
+                if any(path.iterdir()):
+                    raise BadUsage(
+                        f"{path} exists and is not empty",
+                        hint="name a new folder with -o, or remove that one first",
+                    )
                 try:
                     yield path
                     fsync_directory(path)
@@ -250,8 +255,8 @@ def _make_folder(path: Path, made: list[Path]) -> None:
 
 
 @contextmanager
-def _held_alone(path: Path) -> Iterator[None]:
-    """Keep other jobs out of the empty folder `path`. Raises BadUsage where it is not empty or one is in it already."""
+def locked_folder(path: Path) -> Iterator[None]:
+    """Keep other jobs out of `path`; BadUsage where one is in it. The lock goes with the process, however it ends."""
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -260,10 +265,6 @@ def _held_alone(path: Path) -> Iterator[None]:
             raise BadUsage(
                 f"another ktplan is writing {path}", hint="wait for it, or name another folder with -o"
             ) from None
-        if any(path.iterdir()):
-            raise BadUsage(
-                f"{path} exists and is not empty", hint="name a new folder with -o, or remove that one first"
-            )
         yield
     finally:
         os.close(handle)

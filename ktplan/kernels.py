@@ -385,7 +385,8 @@ class PackTask(NamedTuple):
 
     matrix: npt.NDArray[Any]  # [N, K], float32 or bfloat16 as uint16; rows may lie apart
     packed: npt.NDArray[np.uint8]  # [N * K * bits / 8]
-    scale: F32  # [N]
+    # float32 [N]; with groups bfloat16 as uint16, in the order [N / 32][K / group][32]; empty with 16 bits
+    scale: npt.NDArray[Any]
 
 
 class PackOutcome(NamedTuple):
@@ -402,13 +403,16 @@ def pack_weights(
     rounding: Literal["kt", "mse"],
     multipliers: npt.NDArray[np.uint16],
     *,
+    group: int | None = None,
+    shares: F32 | None = None,
     pool: Pool | None = None,
     isa: str | None = None,
 ) -> list[PackOutcome]:
-    """Quantize and pack on all threads of `pool`, with the bytes that ktplan.quant.rounding specifies.
+    """Quantize and pack on all threads of `pool`, with the bytes that quant.rounding and quant.groups specify.
 
-    `multipliers` is the grid of the search (quant.rounding.multipliers). N must be a multiple of 32, K of the layout's
-    unit. Raises ValueError or TypeError naming the argument for other shapes and dtypes.
+    `bits` 16 is bfloat16. `multipliers` is the grid of a row's search (quant.rounding.multipliers), `shares` that of a
+    group's (quant.groups.shares). N must be a multiple of 32, K of the layout's unit.
+    Raises ValueError or TypeError naming the argument for other shapes and dtypes.
     """
     own = pool if pool is not None else Pool.default()
     found = _native.pack_weights(
@@ -418,5 +422,7 @@ def pack_weights(
         bits,
         rounding,
         multipliers,
+        group or 0,
+        np.empty(0, np.float32) if shares is None else shares,
     )
     return [PackOutcome(*one) for one in found]

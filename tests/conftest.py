@@ -115,9 +115,17 @@ def _save_random_model(family: str, fused: bool, folder: Path) -> None:
                                        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
                                        "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4}),
         "olmoe": ("Olmoe", {"num_experts": 8, "intermediate_size": 128, "norm_topk_prob": False}),
+        # Biases, gate and up in turns, transposed; the limit is so low that it is reached.
+        "gpt_oss": ("GptOss", {"num_local_experts": 8, "intermediate_size": 128, "head_dim": 32, "swiglu_limit": 0.25,
+                               "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        "gemma4_text": ("Gemma4", {"num_experts": 8, "moe_intermediate_size": 128, "intermediate_size": 128,
+                                   "head_dim": 32, "enable_moe_block": True, "top_k_experts": 2,
+                                   "vocab_size_per_layer_input": 264, "hidden_size_per_layer_input": 0,
+                                   "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
     }  # fmt: skip
     name, keys = own[family]
-    config = getattr(transformers, f"{name}Config")(**{**common, **keys})
+    text = "Text" if family.endswith("_text") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**{**common, **keys})
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ktplan.cli.options import (
     text_files,
 )
 from ktplan.cli.output import Output
+from ktplan.cli.store_format import chosen_scheme
 from ktplan.errors import BadUsage
 from ktplan.units import format_bytes, format_rate, format_seconds
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ktplan.convert.calibrated import CalibrationText
     from ktplan.convert.cpu import Plan, Report
     from ktplan.model import WeightSource
+    from ktplan.quant.scheme import Scheme
 
 
 @click.command("convert-cpu")
@@ -33,24 +36,31 @@ if TYPE_CHECKING:
 @click.option(
     "--bits",
     type=click.Choice(["8", "4", "2"]),
-    default="8",
-    show_default=True,
-    help="Width of a weight: 8 is near lossless, 4 half the memory. 2 keeps levels -1, 0, 1 in 4-bit tiles: a "
-    "deliberately coarse specimen that saves nothing, for seeing what quantization does.",
+    help="Width of a weight: 4 (default) takes 0.56 bytes a weight, 8 is near lossless at 1 byte. 2 keeps levels -1, "
+    "0, 1 in 4-bit tiles: a deliberately coarse specimen that saves nothing, for seeing what quantization does. For "
+    "kt-kernel the default is 8.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16"]),
+    help="bf16: keep 16 bits, for models too small or too precious to quantize.",
 )
 @click.option(
     "--group-size",
-    type=click.Choice(["row"]),
-    default="row",
-    show_default=True,
-    help="Weights that share a scale. kt-kernel's formats have one scale for each output row.",
+    type=click.Choice(["32", "64", "128", "row"]),
+    help="With 4 bits: weights that share a scale. 32 (default) is the most exact. row, one scale for each output row, "
+    "is what kt-kernel's formats have, and what 8 bits have always.",
+)
+@click.option(
+    "--target",
+    type=click.Choice(["ktplan", "kt-kernel"]),
+    help="Who runs the store. ktplan (default): the best format of our own runtime. kt-kernel: one that kt-kernel "
+    "loads as well; --rounding kt implies it.",
 )
 @click.option(
     "--rounding",
     type=click.Choice(["mse", "kt", "gptq"]),
-    default="mse",
-    show_default=True,
-    help="mse searches each row's scale for the least error. kt gives kt-kernel's bytes exactly. gptq fits levels "
+    help="mse (default) searches each scale for the least error. kt gives kt-kernel's bytes exactly. gptq fits levels "
     "and scales to what --calibration text makes the experts see: the least damage, in the same format.",
 )
 @click.option(
@@ -58,7 +68,8 @@ if TYPE_CHECKING:
     cls=ManyFiles,
     multiple=True,
     metavar="FILE...",
-    help="Text for --rounding gptq (.txt, .jsonl, corpus:profile); several files may follow.",
+    help="Text for --rounding gptq (.txt, .jsonl, corpus:profile), or a profile of this model: then the texts that "
+    "it was recorded on, looked for beside it and in the present folder. Several may follow.",
 )
 @click.option(
     "--max-tokens", type=TokenCount(), default=65_536, show_default=True, help="Of the calibration text."
@@ -74,7 +85,7 @@ if TYPE_CHECKING:
     "--mixed",
     type=ByteSize(),
     metavar="BUDGET",
-    help="With --bits 4: give 8 bits to the experts that 4 hurt most, as long as all of them fit into BUDGET (e.g. "
+    help="With 4 bits: give 8 bits to the experts that 4 hurt most, as long as all of them fit into BUDGET (e.g. "
     "20GiB). Only ktplan reads such a store.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads that quantize. Default: all CPUs.")
@@ -100,31 +111,34 @@ def convert_cpu_command(
 ) -> None:
     """Pack the routed experts of MODEL for the CPU.
 
-    The store is a folder of safetensors, one a MoE layer, that ktplan maps and that an unmodified kt-kernel reads
-    (AMXINT8, AMXINT4), with store.json beside them: what was converted, how, and each expert's error. Dense weights
-    stay in the model. A conversion that was stopped, in whatever way, goes on when the same command is given again.
+    The store is a folder of safetensors, one a MoE layer, that ktplan maps, with store.json beside them: what was
+    converted, how, and each expert's error. With --target kt-kernel an unmodified kt-kernel reads it as well (AMXINT8,
+    AMXINT4). Dense weights stay in the model. A conversion that was stopped, in whatever way, goes on when the same
+    command is given again.
 
     \b
     Examples:
-      ktplan convert-cpu tiny -o tiny-int8
-      ktplan convert-cpu ./Qwen3-30B-A3B -o ./store --bits 4 --numa-parts 2 --dry-run
+      ktplan convert-cpu tiny -o tiny-int4
+      ktplan convert-cpu ./Qwen3-30B-A3B -o ./store --numa-parts 2 --dry-run
+      ktplan convert-cpu ./Qwen3-30B-A3B -o ./store --bits 8 --target kt-kernel
       ktplan convert-cpu --resume ./store
     """
     from ktplan.convert.cpu import convert_cpu, plan_cpu
     from ktplan.convert.job import Arguments
     from ktplan.model import open_source
-    from ktplan.quant.scheme import Scheme
 
     if resume is not None:
         model, output, options = _recalled(context, resume, model, output, options)
     if model is None or output is None:
         missing = "MODEL" if model is None else "-o"
         raise BadUsage(f"{missing} is missing", hint="ktplan convert-cpu MODEL -o STORE, or --resume DIR")
+    scheme = chosen_scheme(options)
     source = open_source(model)
+    if options["target"] == "kt-kernel":
+        _refuse_padding(source, scheme)
     _note_what_is_left_out(source, out)
-    scheme = Scheme(int(options["bits"]), rounding=options["rounding"])
     options["calibration"] = [_absolute(name) for name in options["calibration"]]
-    calibration = _calibration(options, out)
+    calibration = _calibration(options, source, out)
     if dry_run:
         plan = plan_cpu(
             source,
@@ -155,8 +169,8 @@ def convert_cpu_command(
     if padding := report.manifest.padding:
         width = report.manifest.intermediate
         out.note(
-            f"experts are {width - padding} wide and padded with zeros to {width}, a multiple that the layout needs; "
-            "kt-kernel itself cannot read this store"
+            f"experts are {width - padding} wide and padded with zeros to {width}, a multiple that the layout needs"
+            + ("; kt-kernel itself cannot read this store" if options["rounding"] == "kt" else "")
         )
     out.hint(f"ktplan run {model_word(model)} --store {output}")
 
@@ -165,19 +179,25 @@ def _absolute(name: str) -> str:
     return name if name.startswith("corpus:") else str(Path(name).absolute())
 
 
-def _calibration(options: dict[str, Any], out: Output) -> CalibrationText | None:
-    """The text to fit to. A profile is told apart: it counts how often experts are used, not what they see."""
+def _calibration(options: dict[str, Any], source: WeightSource, out: Output) -> CalibrationText | None:
+    """The text to fit to: files, or the ones that a profile of this model was recorded on."""
     if not options["calibration"]:
         return None
-    if any(name.endswith(".safetensors") for name in options["calibration"]):
-        raise BadUsage(
-            "--calibration needs text: a profile says how often experts are used, not what their inputs are",
-            hint="give the files that the profile was recorded on",
-        )
     from ktplan.convert.calibrated import CalibrationText
-    from ktplan.profile import read_corpus
+    from ktplan.profile import ActivationProfile, read_corpus
+    from ktplan.profile.texts import texts_of
 
-    corpus = read_corpus(text_files("--calibration", options["calibration"]))
+    files: list[Path] = []
+    text_field = "text"
+    for name in options["calibration"]:
+        if name.endswith(".safetensors"):
+            profile = ActivationProfile.load(Path(name)).for_model(source.spec)
+            text_field = str(profile.settings.get("text_field", text_field))
+            found: Sequence[Path] = texts_of(profile, [Path(name).parent, Path.cwd()])
+        else:
+            found = text_files("--calibration", [name])
+        files += (file for file in found if file not in files)
+    corpus = read_corpus(files, text_field)
     if warning := corpus.warning():
         out.warn(warning)
     return CalibrationText(corpus=corpus, max_tokens=options["max_tokens"])
@@ -204,6 +224,18 @@ def _recalled(
     return model or locate(recorded.model_path), folder, {**options, **recorded.options, **now}
 
 
+def _refuse_padding(source: WeightSource, scheme: Scheme) -> None:
+    """kt-kernel expects experts as wide as config.json says: a store with padding is not for it."""
+    from ktplan.store.layout import layout_for, padded
+
+    width, unit = source.spec.moe_intermediate, layout_for(scheme.bits).unit
+    if padded(width, scheme.bits) != width:
+        raise BadUsage(
+            f"experts are {width} wide, kt-kernel's {scheme.bits}-bit kernels need a multiple of {unit}",
+            hint="leave out --target kt-kernel: our own runtime takes padded experts",
+        )
+
+
 def _note_what_is_left_out(source: WeightSource, out: Output) -> None:
     if beyond := source.beyond_names():
         out.note(
@@ -220,7 +252,7 @@ def _show_plan(plan: Plan, out: Output) -> None:
     )
     out.line(
         f"reads {format_bytes(plan.bytes_in)}, writes {format_bytes(plan.bytes_out)} to {plan.out} "
-        f"(disk has {format_bytes(plan.disk_free)})"
+        f"({plan.bytes_out / plan.weights:.4g} bytes a weight; disk has {format_bytes(plan.disk_free)})"
     )
     if plan.resumed:
         out.line(f"{plan.resumed} layers are there already; the conversion that was stopped goes on")
@@ -243,6 +275,7 @@ def _plan_body(plan: Plan) -> dict[str, Any]:
         "resumed_layers": plan.resumed,
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
+        "bytes_per_weight": plan.bytes_out / plan.weights,
         "disk_free_bytes": plan.disk_free,
         "peak_memory_bytes": plan.peak_memory,
         "threads": plan.threads,

@@ -27,14 +27,16 @@ _STRATEGIES = ("uniform", "random", "front-loading", "frequency")
 # name in the table: options of convert-cpu
 _STORES = {
     "INT8": ("--bits", "8"),
-    "INT4-mse": ("--bits", "4", "--rounding", "mse"),
+    "INT4": (),
+    "INT4-row": ("--group-size", "row"),
     "INT4-kt": ("--bits", "4", "--rounding", "kt"),
     "INT2": ("--bits", "2"),
 }
 _REMARKS = {
     "bf16": "the unquantized model, transformers' own forward",
     "INT8": "",
-    "INT4-mse": "searched scales, same bytes as kt",
+    "INT4": "groups of 32 with searched scales: what convert-cpu writes without options",
+    "INT4-row": "one scale a row, searched: as large as kt's",
     "INT4-kt": "the bytes that kt-kernel writes",
     "INT2": "deliberately coarse: what damage looks like",
 }
@@ -214,5 +216,5 @@ def _render(body: dict[str, Any], out: Output) -> None:
     out.line()
     out.line(f"files are in {body['folder']}, made in {format_seconds(body['seconds'])}")
     out.line(
-        "on a model of your own:  ktplan inspect MODEL   then   ktplan convert-cpu MODEL -o STORE --bits 8 --dry-run"
+        "on a model of your own:  ktplan inspect MODEL   then   ktplan convert-cpu MODEL -o STORE --dry-run"
     )

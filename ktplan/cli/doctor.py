@@ -130,7 +130,20 @@ def _cpu(hardware: Hardware, isa: Chosen[str] | None, isa_fault: str | None) -> 
     passed_over = [
         Check(group="CPU", what=f"not {name}", state="ok", value=why) for name, why in isa.rejected
     ]
-    return [*lines, kernels, *passed_over]
+    return [*lines, kernels, *_other_kernels(isa.value), *passed_over]
+
+
+def _other_kernels(chosen: str) -> list[Check]:
+    """What multiplies bfloat16 experts, and the lower sets that would run too."""
+    from ktplan import kernels
+
+    found = [Check(group="CPU", what="bfloat16 experts", state="ok", value=kernels.bf16_words(chosen))]
+    runnable = kernels.available_isas()
+    lower = runnable[runnable.index(chosen) + 1 :] if chosen in runnable else []
+    if lower:
+        value = f"{', '.join(lower)} ({kernels.ISA_VARIABLE} takes one)"
+        found.append(Check(group="CPU", what="lower kernels", state="ok", value=value))
+    return found
 
 
 def _tiles() -> Check | None:

@@ -173,8 +173,12 @@ def _stored(prepared: Prepared, spec: ModelSpec) -> int:
     store, weights = prepared.sources.store, prepared.sources.gpu_weights
     on_gpu = len(prepared.placement.gpu_experts)
     gpu = weights.bytes // len(weights.experts) if weights else one
-    cpu = store.manifest.bytes_per_expert if store else one
-    return on_gpu * gpu + (spec.expert_count - on_gpu) * cpu
+    if store is None:
+        return on_gpu * gpu + (spec.expert_count - on_gpu) * one
+    shape = store.manifest.shape
+    usual, wide = shape.plain_bytes(shape.bits), len(shape.wide - prepared.placement.gpu_experts)
+    narrow = spec.expert_count - on_gpu - wide
+    return on_gpu * gpu + narrow * usual + wide * shape.plain_bytes(8)
 
 
 def _render(

@@ -80,20 +80,13 @@ def _quant_method(folder: Path) -> str | None:
 def expert_formats(spec: ModelSpec) -> dict[str, int]:
     """Bytes that one routed expert takes in each format the suite writes; formats that do not fit are left out."""
     from ktplan.placement.budget import GPU_FORMATS, expert_bytes
-    from ktplan.store.layout import legal_parts, padded
-    from ktplan.store.manifest import StoreShape
+    from ktplan.quant.scheme import scheme_name
+    from ktplan.store.manifest import expert_bytes_as
 
     sizes: dict[str, int] = {"bf16": expert_bytes(spec, "bf16")}
-    for bits in (8, 4):
-        if legal_parts(spec, bits):
-            shape = StoreShape(
-                bits=bits,
-                parts=1,
-                experts=spec.experts,
-                hidden=spec.hidden,
-                intermediate=padded(spec.moe_intermediate, bits),
-            )
-            sizes[f"int{bits}"] = shape.plain_bytes(bits)
+    for bits, group in ((8, None), (4, 32), (4, None)):
+        if (size := expert_bytes_as(spec, bits, group)) is not None:
+            sizes[scheme_name(bits, group)] = size
     for name in GPU_FORMATS:
         if name not in sizes:
             with suppress(BadUsage):

@@ -96,11 +96,9 @@ class Way(NamedTuple):
 
 def choose_way(spec: ModelSpec, asked: str, by_layer: bool, out: Output) -> Way:
     """What to compute in, whole or layer by layer, with what is free on this machine (None is read as enough)."""
-    from ktplan.hardware import detect
+    from ktplan.hardware import available_memory
 
-    machine = detect()
-    known = [amount for amount in (machine.memory_available, machine.memory_limit) if amount is not None]
-    free = min(known, default=None)
+    free = available_memory()
     way = way_for(spec, asked, by_layer, free)
     if way.by_layer and not by_layer:
         out.note(
@@ -208,7 +206,7 @@ def record(
         from ktplan.runtime.by_layer import record_by_layer
 
         source = open_safetensors(model)
-        source.spec.check_plain_experts()
+        source.spec.check_experts()
         how = {**settings, "dtype": way.dtype, "experts": "checkpoint", "by_layer": True}
         return record_by_layer(
             model,

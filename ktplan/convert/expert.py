@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ktplan.errors import BadInput, KtplanError
-from ktplan.kernels import PackTask, Pool, pack_weights
+from ktplan.kernels import PackOutcome, PackTask, Pool, pack_weights
 from ktplan.model.source import PROJECTIONS, ExpertWeights, Place, WeightSource
+from ktplan.quant.groups import U16, shares
 from ktplan.quant.rounding import F32, multipliers
-from ktplan.quant.scheme import Scheme
+from ktplan.quant.scheme import TOP_LEVEL, Rounding, Scheme
 from ktplan.store.layout import U8, padded
 from ktplan.store.manifest import StoreShape
 
@@ -134,9 +135,12 @@ def pack_expert(
 ) -> list[ExpertError] | None:
     """Quantize gate, up and down into `out` (see StoreShape.tensors for the order); each projection's error.
 
-    Part p gets its share of gate and up rows and of down columns; its down scales come from its own columns. None
-    where a value is not finite. Deterministic, whatever the threads and the instruction set.
+    `bits` is what this expert has, 8 in place of the scheme's for a wide one. Part p gets its share of gate and up rows
+    and of down columns; its down scales come from its own columns. None where a value is not finite. Deterministic,
+    whatever the threads and the instruction set.
     """
+    layout = shape.layout(bits)
+    scale_dtype = np.float32 if layout.group is None else np.uint16
     tasks: list[PackTask] = []
     start = 0
     matrices = pad_expert(matrices, shape.intermediate)
@@ -144,17 +148,16 @@ def pack_expert(
     for part in range(shape.parts):
         own = slice(part * share, (part + 1) * share)
         pieces = [matrices[0][own], matrices[1][own], matrices[2][:, own]]
-        sizes = [piece.size * (8 if bits == 8 else 4) // 8 for piece in pieces]
+        sizes = [len(piece) * layout.row_bytes(piece.shape[1]) for piece in pieces]
         places = [start, start + sizes[0], start + sizes[0] + sizes[1]]
         start += sum(sizes)
         for piece, place, size in zip(pieces, places, sizes, strict=True):
-            scale = out[start : start + 4 * len(piece)].view(np.float32)
-            start += 4 * len(piece)
+            scale_size = layout.scale_bytes(*piece.shape)
+            scale = out[start : start + scale_size].view(scale_dtype)
+            start += scale_size
             tasks.append(PackTask(piece, out[place : place + size], scale))
     assert start == len(out)
-    own_scheme = scheme if bits == scheme.bits else Scheme(bits, rounding=scheme.rounding)
-    rule: Literal["kt", "mse"] = "kt" if own_scheme.rounding == "kt" else "mse"
-    found = pack_weights(tasks, bits, rule, multipliers(own_scheme.top_level), pool=pool)
+    found = pack_tasks(tasks, bits, scheme.rounding, layout.group, pool)
     if not all(outcome.finite for outcome in found):
         return None
     return [
@@ -166,25 +169,37 @@ def pack_expert(
     ]
 
 
+def pack_tasks(
+    tasks: Sequence[PackTask], bits: int, rounding: Rounding, group: int | None, pool: Pool | None
+) -> list[PackOutcome]:
+    """Quantize and pack with the grids of the searches that the specifications give."""
+    rule: Literal["kt", "mse"] = "kt" if rounding == "kt" else "mse"
+    return pack_weights(
+        tasks, bits, rule, multipliers(TOP_LEVEL[bits]), group=group, shares=shares(), pool=pool
+    )
+
+
 def quantize_expert(
     weights: ExpertWeights, scheme: Scheme, parts: int
-) -> tuple[list[U8 | F32], dict[str, float]]:
+) -> tuple[list[U8 | F32 | U16], dict[str, float]]:
     """One expert's packed weights and scales as arrays in file order, and each projection's relative RMS error."""
     own, hidden = weights.gate.shape
     width = padded(own, scheme.bits)
     shape = StoreShape(
-        bits=scheme.bits, parts=parts, experts=1, hidden=hidden, intermediate=width, padding=width - own
-    )
+        bits=scheme.bits, group=scheme.group, parts=parts, experts=1, hidden=hidden, intermediate=width,
+        padding=width - own,
+    )  # fmt: skip
     out = np.empty(shape.plain_bytes(scheme.bits), np.uint8)
     errors = pack_expert(weights, scheme, shape, scheme.bits, out)
     if errors is None:
         raise BadInput("the weights hold a NaN or an infinity", hint="the checkpoint is damaged")
-    arrays: list[U8 | F32] = []
+    arrays: list[U8 | F32 | U16] = []
+    dtypes = {"I8": np.uint8, "F32": np.float32, "BF16": np.uint16}
     start = 0
     for part in range(parts):
         for tensor in shape.tensors(0, 0, part):
             piece = out[start : start + tensor.bytes]
-            arrays.append(piece.view(np.float32) if tensor.dtype == "F32" else piece)
+            arrays.append(piece.view(dtypes[tensor.dtype]))
             start += tensor.bytes
     return arrays, {name: found.relative for name, found in zip(PROJECTIONS, errors, strict=True)}
 

@@ -86,7 +86,7 @@ def plan_gpu(
     no group fits; DoesNotFit for a disk that is too small.
     """
     spec = source.spec
-    spec.check_plain_experts()
+    spec.check_experts(calibrated=True)
     _check_source(source, options, complete=experts is None)
     if experts is not None and options.include:
         raise BadUsage(
@@ -187,7 +187,7 @@ def _is_linear(model: nn.Module, name: str) -> bool:
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
-    except re.error as fault:
+    except (re.error, OverflowError, RecursionError) as fault:
         raise BadUsage(
             f"--include '{text}' is not a regular expression: {fault}", hint="e.g. 'self_attn'"
         ) from None

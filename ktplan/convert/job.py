@@ -14,7 +14,6 @@ on it checks what is there: a shard that was changed, or whose source was change
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -24,7 +23,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktplan.artifact import explained, fsync_directory, read_json, sha256_bytes, sha256_file, write_json
+from ktplan.artifact import (
+    explained,
+    fsync_directory,
+    locked_folder,
+    read_json,
+    sha256_bytes,
+    sha256_file,
+    write_json,
+)
 from ktplan.errors import BadInput, BadUsage, DoesNotFit, Interrupted, KtplanError
 from ktplan.store.manifest import JOB_FILE, MANIFEST_FILE, StoreFile, errors_from_json
 from ktplan.store.writer import INDEX_FILE, shard_name
@@ -43,7 +50,7 @@ _ARGUMENTS = {
     "model": "MODEL",
     "fingerprint": "MODEL",
     "layers": "MODEL",
-    "scheme": "--bits",
+    "scheme": "--bits",  # or another: see _format_option
     "layout": "--bits",
     "rounding": "--rounding",
     "parts": "--numa-parts",
@@ -215,7 +222,7 @@ def output_folder(
     resuming = (folder / JOB_FILE).is_file()
     made = [] if resuming else _new_folder(folder)
     journal = Journal(folder, job)
-    with explained(folder), _locked(folder):
+    with explained(folder), locked_folder(folder):
         try:
             if resuming:
                 _refuse_another_job(folder, job)
@@ -271,22 +278,6 @@ def _remove(folder: Path, made: list[Path]) -> None:
             path.rmdir()
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second conversion out of the folder. The kernel drops the lock with the process, however it ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadUsage(
-                f"another conversion is writing to {folder}", hint="wait for it, or name another folder"
-            ) from None
-        yield
-    finally:
-        os.close(handle)
-
-
 def _damaged_job(folder: Path, fault: object) -> BadInput:
     return BadInput(f"{folder / JOB_FILE} is damaged: {fault!r}", hint=f"remove {folder} and convert again")
 
@@ -300,14 +291,21 @@ def _refuse_another_job(folder: Path, job: Job) -> None:
     differs: dict[str, str] = {}
     for (name, old), new in zip(asdict(found).items(), asdict(job).values(), strict=True):
         if old != new:
-            differs.setdefault(
-                _ARGUMENTS[name], f"{_ARGUMENTS[name]} was {_short(old)}, is {_short(new)} now"
-            )
+            option = _ARGUMENTS[name] if name not in ("scheme", "layout") else _format_option(found, job)
+            differs.setdefault(option, f"{option} was {_short(old)}, is {_short(new)} now")
     if differs:
         raise BadUsage(
             f"{folder} holds an unfinished conversion with other arguments: {'; '.join(differs.values())}",
             hint=f"ktplan convert-cpu --resume {folder} finishes that one; or name a new folder with -o",
         )
+
+
+def _format_option(one: Job, other: Job) -> str:
+    """What a user changes to get from one format to the other."""
+    if "bf16" in (one.scheme, other.scheme):
+        return "--dtype"
+    widths = [job.scheme.partition("-")[0] for job in (one, other)]
+    return "--group-size" if widths[0] == widths[1] else "--bits"
 
 
 def _short(value: object) -> str:

@@ -4,12 +4,15 @@ Parts divide the intermediate size: gate and up go by rows, each of which keeps 
 without loss. Down goes by columns, and its scales belong to a part's own columns: cutting parts into smaller ones
 keeps levels and scales and loses nothing, joining parts loses nothing only where their scales are the same (as after
 a cut). Elsewhere down must be rounded again, which is done only when asked for.
+
+Scales of groups stay with their groups, which never cross a part's border (its width is a multiple of 128), and
+bfloat16 has no scales: such stores always move without loss.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +20,15 @@ from pathlib import Path
 import numpy as np
 
 from ktplan.artifact import fsync_directory, new_directory
-from ktplan.convert.expert import ExpertError
+from ktplan.convert.expert import ExpertError, pack_tasks
 from ktplan.errors import BadUsage
-from ktplan.kernels import PackTask, Pool, pack_weights
-from ktplan.model.source import PROJECTIONS
+from ktplan.kernels import PackTask, Pool
 from ktplan.progress import SILENT, Progress
-from ktplan.quant.rounding import F32, I8, dequantize, multipliers
+from ktplan.quant.groups import U16, Bfloat16Rows, QuantizedGroups
+from ktplan.quant.rounding import F32, QuantizedRows, dequantize
+from ktplan.quant.stored import Stored, joined_rows, some_rows
 from ktplan.store import ExpertStore, StoreManifest, StoreShape
-from ktplan.store.layout import U8, check_parts, layout_for, pack
+from ktplan.store.layout import U8, check_parts, layout_for, pack_stored
 from ktplan.store.writer import ShardWriter, shard_name, write_index
 
 
@@ -61,7 +65,7 @@ def repartition(
     """
     started = time.monotonic()
     manifest = store.manifest
-    check_parts(_Sizes(manifest.hidden, manifest.intermediate), manifest.bits, parts)
+    check_parts(_Sizes(manifest.hidden, manifest.intermediate), manifest.bits, parts, manifest.group)
     lossless = _moves_without_loss(store, parts)
     if not lossless and not requantize:
         raise BadUsage(
@@ -132,10 +136,18 @@ def _moves_without_loss(store: ExpertStore, parts: int) -> bool:
     overlaps = _overlaps(manifest.intermediate, manifest.parts, parts)
     for layer in manifest.layers:
         for expert in range(manifest.experts):
-            scales = [store.packed(layer, expert, part).down_scale for part in range(manifest.parts)]
+            if not _has_row_scales(manifest, layer, expert):
+                continue
+            found = [store.packed(layer, expert, part).down_scale for part in range(manifest.parts)]
+            scales = [scale.view(np.float32) for scale in found if scale is not None]
             if any(_joined(np.stack([scales[part] for part in own])) is None for own in overlaps):
                 return False
     return True
+
+
+def _has_row_scales(manifest: StoreManifest, layer: int, expert: int) -> bool:
+    layout = manifest.shape.layout_of(layer, expert)
+    return layout.group is None and layout.tile_bits != 16
 
 
 def _overlaps(intermediate: int, old: int, new: int) -> list[list[int]]:
@@ -159,47 +171,59 @@ def _joined(scales: F32) -> F32 | None:
 
 def _move(
     store: ExpertStore, shape: StoreShape, layer: int, expert: int
-) -> tuple[list[U8 | F32], ExpertError]:
+) -> tuple[list[U8 | F32 | U16], ExpertError]:
     """An expert's arrays in file order for its new parts, and the change of its down weights."""
     manifest = store.manifest
-    bits = shape.bits_of(layer, expert)
     old = [store.quantized(layer, expert, part) for part in range(manifest.parts)]
-    whole: dict[str, tuple[I8, F32]] = {
-        name: (
-            np.concatenate([part[name].levels for part in old]),
-            np.concatenate([part[name].scale for part in old]),
-        )
-        for name in ("gate", "up")
-    }
+    gate, up = (joined_rows([part[name] for part in old]) for name in ("gate", "up"))
     share = shape.intermediate // shape.parts
     overlaps = _overlaps(shape.intermediate, manifest.parts, shape.parts)
-    levels = np.concatenate([part["down"].levels for part in old], axis=1)
-    arrays: list[U8 | F32] = []
+    arrays: list[U8 | F32 | U16] = []
     change = ExpertError(0.0, 0.0)
     for part in range(shape.parts):
         own = slice(part * share, (part + 1) * share)
-        packed: dict[str, tuple[U8, F32]] = {
-            name: (pack(np.ascontiguousarray(rows[own]), bits), scale[own])
-            for name, (rows, scale) in whole.items()
-        }
-        scale = _joined(np.stack([old[number]["down"].scale for number in overlaps[part]]))
-        if scale is not None:
-            packed["down"] = pack(np.ascontiguousarray(levels[:, own]), bits), scale
+        down = _columns([piece["down"] for piece in old], own, overlaps[part])
+        packed = [pack_stored(some_rows(gate, own)), pack_stored(some_rows(up, own))]
+        if down is not None:
+            packed.append(pack_stored(down))
         else:
-            exact = np.concatenate([dequantize(piece["down"]) for piece in old], axis=1)[:, own]
-            packed["down"], own_change = _round_again(exact, bits)
+            exact = np.concatenate([dequantize(_by_rows(piece["down"])) for piece in old], axis=1)[:, own]
+            again, own_change = _round_again(exact, shape.bits_of(layer, expert))
+            packed.append(again)
             change = ExpertError(change.error + own_change.error, change.energy + own_change.energy)
-        arrays += [packed[name][0] for name in PROJECTIONS] + [
-            np.ascontiguousarray(packed[name][1]) for name in PROJECTIONS
-        ]
+        arrays += [found[0] for found in packed] + [scale for found in packed for scale in found[1:]]
     return arrays, change
 
 
-def _round_again(exact: F32, bits: int) -> tuple[tuple[U8, F32], ExpertError]:
+def _columns(pieces: Sequence[Stored], own: slice, overlaps: Sequence[int]) -> Stored | None:
+    """Columns `own` of matrices side by side; None where their rows have scales that differ."""
+    first = pieces[0]
+    if isinstance(first, Bfloat16Rows):
+        whole = np.concatenate([piece.bits for piece in pieces if isinstance(piece, Bfloat16Rows)], axis=1)
+        return Bfloat16Rows(whole[:, own])
+    if isinstance(first, QuantizedGroups):
+        groups = [piece for piece in pieces if isinstance(piece, QuantizedGroups)]
+        scale = np.concatenate([piece.scale for piece in groups], axis=1)
+        levels = np.concatenate([piece.levels for piece in groups], axis=1)
+        within = slice(own.start // first.group, own.stop // first.group)
+        return QuantizedGroups(np.ascontiguousarray(levels[:, own]), scale[:, within], first.group)
+    rows = [_by_rows(piece) for piece in pieces]
+    joined = _joined(np.stack([rows[number].scale for number in overlaps]))
+    if joined is None:
+        return None
+    levels = np.concatenate([piece.levels for piece in rows], axis=1)
+    return QuantizedRows(np.ascontiguousarray(levels[:, own]), joined, first.tile_bits)
+
+
+def _by_rows(piece: Stored) -> QuantizedRows:
+    assert isinstance(piece, QuantizedRows), "only scales of rows can stand in the way"
+    return piece
+
+
+def _round_again(exact: F32, bits: int) -> tuple[list[U8 | F32 | U16], ExpertError]:
     rows, columns = exact.shape
     task = PackTask(
         exact, np.empty(rows * layout_for(bits).row_bytes(columns), np.uint8), np.empty(rows, np.float32)
     )
-    top = 127 if bits == 8 else 7 if bits == 4 else 1
-    (found,) = pack_weights([task], bits, "mse", multipliers(top), pool=Pool(1))
-    return (task.packed, task.scale), ExpertError(found.error, found.energy)
+    (found,) = pack_tasks([task], bits, "mse", None, Pool(1))
+    return [task.packed, task.scale], ExpertError(found.error, found.energy)

@@ -12,11 +12,13 @@ import numpy as np
 from ktplan.convert.expert import ExpertError, pad_expert
 from ktplan.model.source import PROJECTIONS, ExpertWeights, WeightSource
 from ktplan.progress import SILENT, Progress
-from ktplan.quant.rounding import dequantize
+from ktplan.quant.groups import Bfloat16Rows, QuantizedGroups, widen
+from ktplan.quant.stored import Stored, dequantize_stored
 from ktplan.store import ExpertStore
 
 # Errors are recorded in four digits, from sums in another order.
 _RECORDED_TOLERANCE = 0.01
+_NOT_A_NUMBER = "not a number"
 _AHEAD = 2  # experts a thread that may wait for their turn
 
 
@@ -98,21 +100,17 @@ def _check(
     if against is not None:
         exact = ExpertWeights(*pad_expert(against.expert(layer, expert), manifest.intermediate)[:3])
     share = manifest.intermediate // manifest.parts
-    lowest = -128 if manifest.shape.bits_of(layer, expert) == 8 else -8
     for part in range(manifest.parts):
         own = slice(part * share, (part + 1) * share)
         for projection, rows in store.quantized(layer, expert, part).items():
             where = f"layer {layer}, expert {expert}, {projection}, part {part}"
-            if not (np.isfinite(rows.scale).all() and (rows.scale >= 0).all()):
-                faults.append(f"{where}: a scale is negative or not a number")
-                continue
-            if (rows.levels == lowest).any():
-                faults.append(f"{where}: holds the level {lowest}, which kernels cannot negate")
-            if exact is None:
+            if fault := _fault(rows):
+                faults.append(f"{where}: {fault}")
+            if exact is None or (fault and fault.endswith(_NOT_A_NUMBER)):
                 continue
             piece = getattr(exact, projection)
             piece = piece[:, own] if projection == "down" else piece[own]
-            rest = (dequantize(rows) - piece).astype(np.float64)
+            rest = (dequantize_stored(rows) - piece).astype(np.float64)
             before = sums[projection]
             sums[projection] = ExpertError(
                 before.error + float(np.square(rest).sum()),
@@ -134,3 +132,17 @@ def _check(
                 f"store.json says {recorded:.4g}"
             )
     return tensors, faults
+
+
+def _fault(rows: Stored) -> str | None:
+    """What no conversion writes."""
+    if isinstance(rows, Bfloat16Rows):
+        return None if np.isfinite(widen(rows.bits)).all() else f"a weight is {_NOT_A_NUMBER}"
+    if isinstance(rows, QuantizedGroups):
+        if not np.isfinite(widen(rows.scale)).all():
+            return f"a scale is {_NOT_A_NUMBER}"
+        return None
+    if not (np.isfinite(rows.scale).all() and (rows.scale >= 0).all()):
+        return f"a scale is negative or {_NOT_A_NUMBER}"
+    lowest = -128 if rows.tile_bits == 8 else -8
+    return f"holds the level {lowest}, which kernels cannot negate" if (rows.levels == lowest).any() else None

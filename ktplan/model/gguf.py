@@ -18,9 +18,10 @@ import numpy as np
 
 from ktplan.errors import BadInput
 from ktplan.model.families import Family, family_of
+from ktplan.model.fingerprint import Run, fingerprint, packed_runs, sampled_experts
 from ktplan.model.header import TensorInfo
-from ktplan.model.safetensors import display_name, fingerprint
-from ktplan.model.source import Array, ExpertWeights
+from ktplan.model.safetensors import display_name
+from ktplan.model.source import Array, Biases, ExpertWeights
 from ktplan.model.spec import ModelSpec
 
 # llama.cpp's architecture to transformers' model_type (gguf-py's MODEL_ARCH_NAMES, llama.cpp's converter).
@@ -159,6 +160,8 @@ class GgufSource:
         dense = [self._tensors[name] for name in self.dense_names()]
         experts = [self._tensors[name] for name in self._names]
         vocab = self._vocabulary()
+        computed = self._activation()
+        alpha, limit = self._family.activation_numbers(computed)
         facts = [
             self._arch,
             self._layers,
@@ -182,7 +185,7 @@ class GgufSource:
             moe_intermediate=self._intermediate,
             vocab=vocab,
             context=self._integer("context_length", default=0),
-            activation=self._activation(),
+            activation=self._family.activation(computed),
             dtype=" + ".join(sorted({info.dtype for info in experts if not info.name.endswith(".bias")})),
             tied_embeddings="output.weight" not in self._tensors,
             fused=bool(self._stacks),
@@ -193,16 +196,23 @@ class GgufSource:
             kv_bytes_per_token=self._kv_bytes(),
             experts_module=self._family.experts_module,
             expert_bias=any(name.endswith(".bias") for name in self._names),
-            fingerprint=fingerprint(facts, dense, experts),
+            activation_alpha=alpha,
+            activation_limit=limit,
+            fingerprint=fingerprint(facts, dense, self._runs()),
         )
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        found = {role: self._read(info, expert) for role, info in self._roles(layer, expert).items()}
+        roles = self._roles(layer, expert)
+        found = {role: self._read(info, expert) for role, info in roles.items() if not role.endswith("_bias")}
         if (both := found.pop("gate_up", None)) is not None:
             found |= {"gate": both[: self._intermediate], "up": both[self._intermediate :]}
         gate = found.get("gate", np.empty((0, self._hidden), np.float32))
-        biases = (found.get(f"{role}_bias") for role in ("gate", "up", "down"))
-        return ExpertWeights(gate, found["up"], found["down"], *biases)
+        return ExpertWeights(gate, found["up"], found["down"], *self.expert_biases(layer, expert))
+
+    def expert_biases(self, layer: int, expert: int) -> Biases:
+        roles = self._roles(layer, expert)
+        found = (roles.get(f"{role}_bias") for role in ("gate", "up", "down"))
+        return Biases(*(None if info is None else self._read(info, expert) for info in found))
 
     def expert_names(self, layer: int, expert: int) -> dict[str, str]:
         names: dict[str, str] = {}
@@ -229,6 +239,17 @@ class GgufSource:
 
     def _roles(self, layer: int, expert: int) -> Roles:
         return self._stacks[layer] if layer in self._stacks else self._singles[layer, expert]
+
+    def _runs(self) -> list[Run]:
+        """Where samples of some experts lie, the same for stacks and single matrices; see `fingerprint`."""
+        runs: list[Run] = []
+        for layer in self._moe_layers:
+            for expert in sampled_experts(self._experts):
+                for role, info in sorted(self._roles(layer, expert).items()):
+                    size = info.bytes // (self._experts if layer in self._stacks else 1)
+                    start = info.start + (expert * size if layer in self._stacks else 0)
+                    runs += packed_runs(info, start, size, 2 if "gate_up" in role else 1)
+        return runs
 
     def _read(self, info: TensorInfo, expert: int) -> Array:
         stacked = not re.search(r"\.\d+\.(weight|bias)$", info.name)
@@ -356,10 +377,11 @@ class GgufSource:
         there = any("_shexp" in name for name in self._tensors)
         return self._integer("expert_shared_count", default=0) or int(there)
 
-    def _activation(self) -> str:
+    def _activation(self) -> dict[str, Any]:
+        """What a config.json would say of what an expert computes."""
         act = {"gemma4": "gelu_pytorch_tanh", "nemotron_h_moe": "relu2"}.get(self._arch, "silu")
         limited = self._values.get(f"{self._arch}.swiglu_clamp_exp")
-        return self._family.activation({"hidden_act": act, "swiglu_limit": limited})
+        return {"hidden_act": act, "swiglu_limit": limited}
 
     def _kv_bytes(self) -> int:
         if rank := self._integer("attention.kv_lora_rank", default=0):

@@ -47,6 +47,14 @@ class ExpertWeights(_Matrices):
         return made
 
 
+class Biases(NamedTuple):
+    """One expert's biases, float32; None in families without."""
+
+    gate: Array | None  # [intermediate]
+    up: Array | None  # [intermediate]
+    down: Array | None  # [hidden]
+
+
 class Place(NamedTuple):
     """Where a matrix lies as plain numbers, row after row: `dtype` is "BF16", "F16" or "F32"."""
 
@@ -68,6 +76,9 @@ class WeightSource(Protocol):
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """The expert's projections, widened exactly to float32."""
+
+    def expert_biases(self, layer: int, expert: int) -> Biases:
+        """The expert's biases alone."""
 
     def expert_names(self, layer: int, expert: int) -> dict[str, str]:
         """Projection to tensor name; in a fused checkpoint gate and up share a name."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from ktplan.errors import BadInput
 
-PLAIN_ACTIVATIONS = ("silu", "swish")  # two names of one function
+# What the store and both engines compute, by the names of the activations: silu and swish are one function.
+COMPUTED = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "swiglu-clamped", "swiglu-oai")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class ModelSpec:
     kv_bytes_per_token: int  # all layers, 2-byte cache
     experts_module: str  # "model.layers.{layer}.mlp.experts": the module that holds a layer's routed experts
     expert_bias: bool = False  # experts add biases (gpt-oss)
+    activation_alpha: float | None = None  # of swiglu-oai: gate * sigmoid(alpha * gate) * (up + 1)
+    activation_limit: float | None = None  # gate at most this, up within +-this, first
     fingerprint: str  # sha256 of config, tensor headers and a sample of the dense weights
 
     @property
@@ -53,18 +56,27 @@ class ModelSpec:
         """Dotted name of the module with a layer's routed experts."""
         return self.experts_module.format(layer=layer)
 
-    def check_plain_experts(self) -> None:
-        """Raise BadInput unless an expert is down(silu(gate) * up) without biases, which is all that the store and
-        both engines compute.
+    def check_experts(self, *, calibrated: bool = False) -> None:
+        """Raise BadInput unless the store and both engines can compute what an expert does.
+
+        Rounding by calibration asks for more: act(gate) * up, and no biases.
         """
-        extra = "biases" if self.expert_bias else None
-        if self.activation not in PLAIN_ACTIVATIONS:
+        extra = None
+        if self.activation not in COMPUTED:
             extra = f"the activation '{self.activation}'"
+        elif self.activation.startswith("swiglu-") and self.activation_limit is None:
+            extra = "limits that differ by layer"
         if extra:
             raise BadInput(
-                f"{self.name}: experts of {self.model_type} have {extra}; only silu-gated experts without biases "
-                "can be converted and run",
+                f"{self.name}: experts of {self.model_type} have {extra}; those with {', '.join(COMPUTED)} can be "
+                "converted and run",
                 hint="inspect, profile without a store, and place work on this model",
+            )
+        if calibrated and (self.expert_bias or self.activation.startswith("swiglu-")):
+            raise BadInput(
+                f"{self.name}: experts of {self.model_type} have {'biases and ' * self.expert_bias}the activation "
+                f"'{self.activation}', which rounding by calibration does not compute",
+                hint="convert it with --rounding mse",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     load_dense       everything but the routed experts, from the checkpoint
     load_experts     the routed experts of one layer, from a weight source, into transformers' own module
     unload           forget the weights of a module again
+    gate_of          what an expert computes between its matrices
     load_whole       the whole model by transformers itself: the reference that all else is compared with
     tokenizer        the model's own; text_encoder tells its special tokens from the text's
 
@@ -25,6 +26,7 @@ except ModuleNotFoundError as missing:
 
 from ktplan.network.dense import DenseLoad, load_dense, load_experts, tensor_of, unload
 from ktplan.network.encoding import text_encoder
+from ktplan.network.gate import Gate, gate_of
 from ktplan.network.skeleton import (
     as_dtype,
     experts_modules,
@@ -39,9 +41,11 @@ from ktplan.network.threads import fit_torch_threads, torch_threads
 
 __all__ = [
     "DenseLoad",
+    "Gate",
     "as_dtype",
     "experts_modules",
     "fit_torch_threads",
+    "gate_of",
     "layer_of",
     "load_dense",
     "load_experts",

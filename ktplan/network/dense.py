@@ -71,8 +71,10 @@ def load_dense(
     wanted, unused = _select(model, source, prefixes)
     shards = _Shards(source)
     by_device: dict[torch.device, dict[str, _LazyTensor]] = defaultdict(dict)
+    state = model.state_dict()
     for name, target in wanted.items():
-        by_device[torch.device(device_of(target))][name] = _LazyTensor(shards, name)
+        lazy = _LazyTensor(shards, name, not state[target].is_floating_point())
+        by_device[torch.device(device_of(target))][name] = lazy
     with progress.task("loading dense weights", len(wanted)) as task:
         for device, tensors in by_device.items():
             _load(model, tensors, device, as_dtype(dtype))
@@ -95,22 +97,35 @@ def load_experts(
 ) -> None:
     """Fill transformers' experts module of one layer: `gate_up_proj [E, 2I, H]`, `down_proj [E, H, I]`.
 
-    Tensors of that type and device which the module has already are written over.
+    As the class says of itself: transposed, gate and up in turns, with biases. Tensors of that type and device that the
+    module has already are written over.
     """
-    experts, _, inner = module.down_proj.shape
-    gate_up, down = (
-        held
-        if (held.dtype, held.device) == (as_dtype(dtype), torch.device(device))
-        else torch.empty(held.shape, dtype=as_dtype(dtype), device=device)
-        for held in (module.gate_up_proj.data, module.down_proj.data)
-    )
-    for expert in range(experts):
+    names = ["gate_up_proj", "down_proj"]
+    if source.expert_biases(layer, 0).down is not None:
+        names += ["gate_up_proj_bias", "down_proj_bias"]
+    kept: dict[str, torch.Tensor] = {}
+    for name in names:
+        held = getattr(module, name).data
+        same = (held.dtype, held.device) == (as_dtype(dtype), torch.device(device))
+        kept[name] = held if same else torch.empty(held.shape, dtype=as_dtype(dtype), device=device)
+    in_turns = not getattr(module, "is_concatenated", True)
+    transposed = getattr(module, "is_transposed", False)
+    for expert in range(len(kept["down_proj"])):
         weights = source.expert(layer, expert)
-        gate_up[expert, :inner] = tensor_of(weights.gate)
-        gate_up[expert, inner:] = tensor_of(weights.up)
-        down[expert] = tensor_of(weights.down)
-    module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
-    module.down_proj = nn.Parameter(down, requires_grad=False)
+        both, down = _joined(weights.gate, weights.up, in_turns), tensor_of(weights.down)
+        kept["gate_up_proj"][expert] = both.T if transposed else both
+        kept["down_proj"][expert] = down.T if transposed else down
+        if weights.gate_bias is not None and weights.up_bias is not None and weights.down_bias is not None:
+            kept["gate_up_proj_bias"][expert] = _joined(weights.gate_bias, weights.up_bias, in_turns)
+            kept["down_proj_bias"][expert] = tensor_of(weights.down_bias)
+    for name, tensor in kept.items():
+        setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def _joined(gate: npt.NDArray[np.float32], up: npt.NDArray[np.float32], in_turns: bool) -> torch.Tensor:
+    """Rows of gate and then those of up, or one of each in turns."""
+    pair = (tensor_of(gate), tensor_of(up))
+    return torch.stack(pair, dim=1).flatten(0, 1) if in_turns else torch.cat(pair)
 
 
 def tensor_of(array: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -137,7 +152,8 @@ class _Shards:
         self._open: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, whole_numbers: bool) -> torch.Tensor:
+        """`whole_numbers`: the model keeps integers there (DeepSeek-V4's table from token to experts)."""
         path = str(self._source.file_of(name))
         with self._lock:
             shard = self._open.pop(path, None)
@@ -147,6 +163,8 @@ class _Shards:
             if len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)
         tensor: torch.Tensor = shard.get_tensor(name)
+        if whole_numbers and not tensor.is_floating_point():
+            return tensor
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             stored = str(tensor.dtype).removeprefix("torch.")
             raise BadInput(
@@ -160,11 +178,11 @@ class _Shards:
 class _LazyTensor:
     """Stands for a checkpoint tensor until a thread of transformers' loader takes `[...]` of it."""
 
-    def __init__(self, shards: _Shards, name: str) -> None:
-        self._shards, self._name = shards, name
+    def __init__(self, shards: _Shards, name: str, whole_numbers: bool) -> None:
+        self._shards, self._name, self._whole_numbers = shards, name, whole_numbers
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        return self._shards.read(self._name)[index]
+        return self._shards.read(self._name, self._whole_numbers)[index]
 
 
 def _inside(name: str, prefixes: tuple[str, ...] | None) -> bool:

@@ -82,7 +82,7 @@ def experts_modules(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
     """Layer number to (dotted name, module) of the routed experts, in layer order.
 
     Such a module computes `forward(hidden_states [T, H], top_k_index int64 [T, k], top_k_weights [T, k])` to
-    [T, H] and holds `gate_up_proj [E, 2I, H]` (gate first, then up) and `down_proj [E, H, I]`; an index of E
+    [T, H] and holds `gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, or both transposed (gpt-oss); an index of E
     means "no expert". Raises BadInput when there are none or when they are laid out in another way.
     """
     found = find_experts(model)
@@ -102,16 +102,15 @@ def find_experts(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:
         if layer is None or not isinstance(fused, torch.Tensor) or not isinstance(down, torch.Tensor):
             continue
         experts, hidden, inner = down.shape
-        if (
-            tuple(fused.shape) != (experts, 2 * inner, hidden)
-            or getattr(module, "has_bias", False)
-            or getattr(module, "is_transposed", False)
-            or not getattr(module, "is_concatenated", True)
-        ):
+        expected = (experts, 2 * inner, hidden)
+        if getattr(module, "is_transposed", False):
+            experts, inner, hidden = down.shape
+            expected = (experts, hidden, 2 * inner)
+        if tuple(fused.shape) != expected:
             raise BadInput(
                 f"{name} ({type(module).__name__}) lays its experts out in a way that is not supported: "
                 f"gate_up_proj {tuple(fused.shape)}, down_proj {tuple(down.shape)}",
-                hint="supported are [E, 2I, H] and [E, H, I] without biases, gate before up",
+                hint="supported are [E, 2I, H] and [E, H, I], or both transposed",
             )
         found[layer] = (name, module)
     return dict(sorted(found.items()))
@@ -169,7 +168,7 @@ def _explained(model_path: Path) -> Iterator[None]:
         yield
     except _REFUSALS as fault:
         lines = [line.strip() for line in str(fault).splitlines() if line.strip()]
-        first_line = " ".join(lines[:2]) or type(fault).__name__
+        first_line = " ".join(lines[:2]).split(" Model type should be one of")[0] or type(fault).__name__
         raise BadInput(
             f"transformers cannot use {model_path}: {first_line}",
             hint="check config.json and the tokenizer files; code that comes with a checkpoint is not run",

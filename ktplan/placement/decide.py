@@ -13,6 +13,7 @@ from ktplan.placement.machine import HardwareSpec
 from ktplan.placement.predict import Prediction, Setting, predict
 from ktplan.placement.replay import Routing
 from ktplan.profile.profile import ActivationProfile
+from ktplan.store.manifest import expert_bytes_as
 
 FOLDS = 5
 
@@ -20,8 +21,8 @@ FOLDS = 5
 def setting_of(
     spec: ModelSpec, budget: Budget, machine: HardwareSpec, cpu_expert: int | None = None
 ) -> Setting:
-    """The machine's constants for this model and budget. `cpu_expert` bytes; INT8 rows with their scales by default."""
-    on_cpu = cpu_expert or spec.params_per_expert + 4 * (2 * spec.moe_intermediate + spec.hidden)
+    """The machine's constants for this model and budget. `cpu_expert` bytes; without it what convert-cpu writes."""
+    on_cpu = cpu_expert or _stored(spec)
     per_token = budget.kv_bytes // max(1, budget.context * budget.batch)
     sizes = Sizes(
         cpu_expert=on_cpu,
@@ -42,6 +43,13 @@ def setting_of(
         params_per_expert=spec.params_per_expert,
         top_k=spec.top_k,
     )
+
+
+def _stored(spec: ModelSpec) -> int:
+    """Bytes of an expert in the format that convert-cpu writes without options, or the nearest that fits the model."""
+    formats = ((4, 32), (8, None), (16, None))
+    found = [size for bits, group in formats if (size := expert_bytes_as(spec, bits, group)) is not None]
+    return found[0] if found else 2 * spec.params_per_expert
 
 
 def decide(

@@ -170,8 +170,8 @@ def make_plan(
     Without a profile `frequency`, `optimal` and `robust` do not work, and the plan promises nothing. With one it
     carries hit rates and predicted speeds for `machine` (a published reference machine by default); generated
     tokens decide where the profile has some. `optimal` keeps `frequency`'s experts where those are faster on
-    left-out documents. `cpu_expert` is the bytes of an expert in CPU memory (INT8 by default). `kt_compat` repeats
-    sglang-kt's quirks: layers that it takes for MoE, dense rows that win ties.
+    left-out documents. `cpu_expert` is the bytes of an expert in CPU memory (what convert-cpu writes by default).
+    `kt_compat` repeats sglang-kt's quirks: layers that it takes for MoE, dense rows that win ties.
 
     Raises BadUsage for an unknown strategy, slots out of range or missing counts, BadInput for the profile of another
     model.

@@ -13,7 +13,7 @@ read a nibble as the high half of a byte.
 
 numpy only. This file is the specification: the native code that conversion runs (kernels.pack_weights) gives the same
 bytes on every machine. So every float operation here has one meaning, and sums that decide something are exact or
-have a fixed order (`_lanes`).
+have a fixed order (`lanes`).
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def squared_error(weights: F32, rows: QuantizedRows) -> tuple[float, float]:
         rest = value - rows.levels[block].astype(np.float32)
         square = np.where(alive, step.astype(np.float64) * step.astype(np.float64), 0.0)
         # Row after row: the order is part of the specification.
-        for row in _lanes(rest * rest) * square:
+        for row in lanes(rest * rest) * square:
             error += float(row)
-        for row in _lanes(value * value) * square:
+        for row in lanes(value * value) * square:
             energy += float(row)
     return error, energy
 
@@ -119,7 +119,7 @@ def _step(scale: F32, tile_bits: int) -> F32:
 
 
 def _kt_block(weights: F32, bits: int) -> tuple[I8, F32]:
-    values = _flush(_to_bfloat16(weights))
+    values = _flush(to_bfloat16(weights))
     largest = np.abs(values).max(axis=1)
     if bits == 8:
         # Its source divides by 127; the build multiplies by the rounded reciprocal, another last bit in 2 % of rows.
@@ -136,7 +136,7 @@ def _kt_block(weights: F32, bits: int) -> tuple[I8, F32]:
     return rounded, scale
 
 
-def _to_bfloat16(weights: F32) -> F32:
+def to_bfloat16(weights: F32) -> F32:
     """Float32 values rounded to bfloat16, nearest even: kt-kernel quantizes from bfloat16 whatever the file holds."""
     bits = np.ascontiguousarray(weights).view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
@@ -160,7 +160,12 @@ def _flush(values: F32) -> F32:
 
 @lru_cache(maxsize=4)
 def multipliers(top_level: int) -> npt.NDArray[np.uint16]:
-    """The search's grid, ascending: sixteenths of a level for the largest magnitude under each clip ratio."""
+    """The search's grid, ascending: sixteenths of a level for the largest magnitude under each clip ratio.
+
+    Empty for formats without levels (`top_level` 0).
+    """
+    if not top_level:
+        return np.empty(0, np.uint16)
     ratios = np.geomspace(1.0, _LOWEST_RATIO[top_level], _GRID_POINTS[top_level])
     grid = np.rint(16 * top_level / ratios).astype(np.uint16)
     grid.flags.writeable = False
@@ -260,7 +265,7 @@ def _on_grid(units: I32, multiplier: I32, top: int) -> _Moments:
 def _refit(magnitude: F32, step: F64, top: int) -> F64:
     """The step with the least squared error for the levels that `step` gives."""
     levels = _rounded(magnitude, (1.0 / step).astype(np.float32), top)
-    product, square = _lanes(levels * magnitude), _lanes(levels * levels)
+    product, square = lanes(levels * magnitude), lanes(levels * levels)
     refitted: F64 = np.divide(product, square, out=step.copy(), where=square > 0)
     return refitted
 
@@ -268,7 +273,7 @@ def _refit(magnitude: F32, step: F64, top: int) -> F64:
 def _error(magnitude: F32, step: F64, top: int) -> F64:
     levels = _rounded(magnitude, (1.0 / step).astype(np.float32), top)
     rest = magnitude - levels * step.astype(np.float32)[:, None]
-    return _lanes(rest * rest)
+    return lanes(rest * rest)
 
 
 def _rounded(magnitude: F32, inverse: F32, top: int) -> F32:
@@ -276,7 +281,7 @@ def _rounded(magnitude: F32, inverse: F32, top: int) -> F32:
     return levels
 
 
-def _lanes(values: F32) -> F64:
+def lanes(values: F32) -> F64:
     """Row sums: float32 over columns j, j + 16, ... in that order for each j below 16, then those 16 in float64."""
     rows, columns = values.shape
     padded = np.pad(values, ((0, 0), (0, -columns % 16))).reshape(rows, -1, 16)

@@ -1,10 +1,12 @@
-"""GPTQ for rows that have one scale for all inputs, or one for each NUMA part: kt-kernel's formats, better rounded.
+"""GPTQ for a store's formats: rows with one scale for all inputs, one for each NUMA part, or one for each group.
 
-The levels and scales are those of ktplan.quant.rounding's formats, so the files are ordinary AMXINT4 / AMXINT8. What is
+The levels and scales are those of ktplan.quant.rounding's and groups' formats, so the files are ordinary ones. What is
 minimized is the change of outputs, trace((W - Q) H (W - Q)^T) with H the second moments of the inputs (see gptq):
 
     a row's scale decides how much error feedback can repair, so several scales are tried, each with feedback
     the best one's levels and scale are then polished in turn; every step lowers the error
+
+Scales of groups are found beforehand, as columns are taken in order of importance and not of groups.
 """
 
 from __future__ import annotations
@@ -14,20 +16,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ktplan.quant import groups
 from ktplan.quant.gptq import Effort, inverse_factor
 
 # Shares of the step that just reaches a row's largest weight, tried without feedback to find where to begin.
 _SHARES = tuple(0.92**power for power in range(40))
 # Steps tried with feedback, as shares of the best one without.
 _WITH_FEEDBACK = (0.8, 0.9, 1.0, 1.12)
+_GROUPS_WITH_FEEDBACK = (0.93, 1.0, 1.06)  # a group has fewer weights to repair
+_GROUP_REFITS = 2
 _LEAST_IMPORTANCE = 1e-3  # of the mean: inputs that calibration never saw still count a little
 _REFIT_DAMP = 1e-3
 _SMALLEST_STEP = 2.0**-122  # the stored scale, a sixteenth of it, is a normal float32
+_LARGEST_GROUP_STEP = 2.0**124  # times -8 it is a float32
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What may be stored: levels `low`..`top`, and `parts` scales a row, each for its share of the inputs.
+
+    `groups`: scales are bfloat16 and may be negative.
+    """
+
+    low: int
+    top: int
+    parts: int
+    groups: bool = False
+
+    @classmethod
+    def of_rows(cls, top: int, parts: int) -> Grid:
+        """Rows with levels -top..top."""
+        return cls(-top, top, parts)
+
+    @classmethod
+    def of_groups(cls, inputs: int, group: int) -> Grid:
+        """Groups of a row's inputs."""
+        return cls(groups.LOWEST, groups.HIGHEST, inputs // group, groups=True)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Values in units of a step to levels, in place."""
+        return values.round_().clamp_(self.low, self.top)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Levels int8 [N, K] of at most `top` in size, and the step float32 [N, parts] of each part's inputs."""
+    """Levels int8 [N, K], and the step float32 [N, parts] of each part's inputs."""
 
     levels: Tensor
     step: Tensor
@@ -37,13 +70,13 @@ class RoundedRows:
         return self.levels.float() * _spread(self.step, self.levels.shape[1])
 
 
-def nearest(weight: Tensor, importance: Tensor, parts: int, top: int) -> RoundedRows:
+def nearest(weight: Tensor, importance: Tensor, grid: Grid) -> RoundedRows:
     """Every weight to its nearest level; the steps have the least error weighted by `importance` [K]."""
-    step = _search(weight, importance, parts, top)
-    return RoundedRows(_levels(weight, _spread(step, weight.shape[1]), top).to(torch.int8), step)
+    step = _search(weight, importance, grid)
+    return RoundedRows(_levels(weight, _spread(step, weight.shape[1]), grid).to(torch.int8), step)
 
 
-def with_feedback(weight: Tensor, hessian: Tensor, parts: int, top: int, effort: Effort) -> RoundedRows:
+def with_feedback(weight: Tensor, hessian: Tensor, grid: Grid, effort: Effort) -> RoundedRows:
     """Round `weight` [N, K] for inputs with second moments `hessian` [K, K].
 
     Raises KtplanError when `hessian` is not finite.
@@ -51,20 +84,22 @@ def with_feedback(weight: Tensor, hessian: Tensor, parts: int, top: int, effort:
     rows, inputs = weight.shape
     order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = inverse_factor(hessian[order][:, order], effort.damp)
-    start = _search(weight, hessian.diagonal(), parts, top)
+    start = _search(weight, hessian.diagonal(), grid)
     # All tries go through the column loop together, as rows of their own.
-    steps = torch.cat([start * share for share in _WITH_FEEDBACK])
+    shares = _GROUPS_WITH_FEEDBACK if grid.groups else _WITH_FEEDBACK
+    steps = torch.cat([_storable(start * share, grid) for share in shares])
     spread = _spread(steps, inputs)
-    tries = weight.repeat(len(_WITH_FEEDBACK), 1)
+    tries = weight.repeat(len(shares), 1)
     levels = torch.empty_like(tries)
-    levels[:, order] = _feed(tries[:, order], spread[:, order], factor, top, effort.block)
+    levels[:, order] = _feed(tries[:, order], spread[:, order], factor, grid, effort.block)
     tries -= levels * spread
-    error = ((tries @ hessian) * tries).sum(dim=1).reshape(len(_WITH_FEEDBACK), rows)
+    error = ((tries @ hessian) * tries).sum(dim=1).reshape(len(shares), rows)
     chosen = error.argmin(dim=0) * rows + torch.arange(rows, device=weight.device)
     best_levels, best_step = levels[chosen], steps[chosen]
     for _ in range(effort.polish):
-        best_step = _refit(weight, best_levels, best_step, hessian)
-        best_levels = _choose_again(weight, best_levels, best_step, hessian, top, effort)
+        refit = _refit_groups if grid.groups else _refit
+        best_step = refit(weight, best_levels, best_step, hessian)
+        best_levels = _choose_again(weight, best_levels, best_step, hessian, grid, effort)
     return RoundedRows(best_levels.to(torch.int8), best_step)
 
 
@@ -76,28 +111,64 @@ def _inverse(step: Tensor) -> Tensor:
     return torch.where(step == 0, 0, 1 / torch.where(step == 0, 1, step))
 
 
-def _levels(weight: Tensor, step: Tensor, top: int) -> Tensor:
-    return (weight * _inverse(step)).round_().clamp_(-top, top)
+def _levels(weight: Tensor, step: Tensor, grid: Grid) -> Tensor:
+    return grid.nearest(weight * _inverse(step))
 
 
-def _search(weight: Tensor, importance: Tensor, parts: int, top: int) -> Tensor:
-    rows, inputs = weight.shape
-    grouped = weight.reshape(rows, parts, -1)
+def _storable(step: Tensor, grid: Grid) -> Tensor:
+    """The nearest steps that can be stored: any float32 for rows, bfloat16 for groups."""
+    if not grid.groups:
+        return step
+    bounded = step.clamp(-_LARGEST_GROUP_STEP, _LARGEST_GROUP_STEP)
+    return torch.where(bounded.abs() < _SMALLEST_STEP, 0, bounded).bfloat16().float()
+
+
+def _search(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
+    rows = len(weight)
+    grouped = weight.reshape(rows, grid.parts, -1)
     mean = float(importance.mean())
     weights = torch.ones_like(importance) if mean == 0 else importance / mean + _LEAST_IMPORTANCE
-    weights = weights.reshape(1, parts, -1)
-    reach = grouped.abs().amax(dim=-1) / top
+    weights = weights.reshape(1, grid.parts, -1)
+    if grid.groups:
+        return _search_groups(grouped, weights, grid)
+    reach = grouped.abs().amax(dim=-1) / grid.top
     reach = torch.where(reach < _SMALLEST_STEP, 0, reach)
     best, least = reach, torch.full_like(reach, torch.inf)
-    for share in _SHARES if top == 7 else _SHARES[:12]:
+    for share in _SHARES if grid.top == 7 else _SHARES[:12]:
         step = torch.where(reach * share < _SMALLEST_STEP, reach, reach * share)
-        rest = _levels(grouped, step[..., None], top).mul_(step[..., None]).sub_(grouped)
+        rest = _levels(grouped, step[..., None], grid).mul_(step[..., None]).sub_(grouped)
         error = (rest.square_() * weights).sum(dim=-1)
         best, least = torch.where(error < least, step, best), torch.minimum(error, least)
     return best
 
 
-def _feed(weight: Tensor, step: Tensor, factor: Tensor, top: int, block: int) -> Tensor:
+def _search_groups(grouped: Tensor, importance: Tensor, grid: Grid) -> Tensor:
+    """As groups.quantize_groups does it, with errors weighted: shares of the largest weight, then least squares."""
+    high, low = grouped.amax(dim=-1), grouped.amin(dim=-1)
+    peak = torch.where(high > -low, high, low)
+    best = torch.zeros_like(peak)
+    least, fitted = torch.full_like(peak, torch.inf), best
+
+    def attempt(wanted: Tensor) -> None:
+        nonlocal best, least, fitted
+        step = _storable(wanted, grid)
+        levels = _levels(grouped, step[..., None], grid)
+        error = ((levels * step[..., None] - grouped).square_() * importance).sum(dim=-1)
+        weighted = levels * importance
+        square = (weighted * levels).sum(dim=-1)
+        own = (weighted * grouped).sum(dim=-1) / torch.where(square > 0, square, 1)
+        better = error < least
+        best, least = torch.where(better, step, best), torch.minimum(error, least)
+        fitted = torch.where(better, own, fitted)
+
+    for share in groups.shares().tolist():
+        attempt(peak * share)
+    for _ in range(_GROUP_REFITS):
+        attempt(fitted)
+    return best
+
+
+def _feed(weight: Tensor, step: Tensor, factor: Tensor, grid: Grid, block: int) -> Tensor:
     """The column loop on columns in the order of `factor`: levels [N, K]."""
     columns, steps = weight.T.contiguous(), step.T.contiguous()
     inverse = _inverse(steps)
@@ -109,7 +180,7 @@ def _feed(weight: Tensor, step: Tensor, factor: Tensor, top: int, block: int) ->
         errors = torch.empty_like(columns[start:end])
         for row in range(end - start):
             column = columns[start + row]
-            level = (column * inverse[start + row]).round_().clamp_(-top, top)
+            level = grid.nearest(column * inverse[start + row])
             levels[start + row] = level
             errors[row] = (column - level * steps[start + row]) / pivots[row]
             columns[start + row + 1 : end].addr_(inner[row, row + 1 :], errors[row], alpha=-1)
@@ -148,8 +219,30 @@ def _refit(weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor) -> Ten
     return torch.where(usable, solved, step)
 
 
+def _refit_groups(weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor) -> Tensor:
+    """Give each group in turn the scale that is best while all others stay as they are, where that lowers the error."""
+    damped = _damped(hessian, _REFIT_DAMP)
+    size = weight.shape[1] // step.shape[1]
+    rest = weight - levels * _spread(step, weight.shape[1])
+    chosen = step.clone()
+    for number in range(step.shape[1]):
+        own = slice(number * size, (number + 1) * size)
+        codes, before = levels[:, own], chosen[:, number]
+        slope = ((rest @ damped[:, own]) * codes).sum(dim=1)
+        curve = ((codes @ damped[own, own]) * codes).sum(dim=1)
+        wanted = before + slope / torch.where(curve > 0, curve, 1)
+        wanted = wanted.clamp(-_LARGEST_GROUP_STEP, _LARGEST_GROUP_STEP).bfloat16().float()
+        change = wanted - before
+        better = (curve * change - 2 * slope) * change < 0
+        better &= (curve > 0) & (before != 0) & (wanted.abs() > _SMALLEST_STEP) & wanted.isfinite()
+        change = torch.where(better, change, 0)
+        chosen[:, number] = before + change
+        rest[:, own] -= codes * change[:, None]
+    return chosen
+
+
 def _choose_again(
-    weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor, top: int, effort: Effort
+    weight: Tensor, levels: Tensor, step: Tensor, hessian: Tensor, grid: Grid, effort: Effort
 ) -> Tensor:
     """Give each input in turn the level that is best while all others stay as they are; once through all inputs."""
     damped = _damped(hessian, _REFIT_DAMP)
@@ -165,7 +258,7 @@ def _choose_again(
             if curvature[start + row] <= 0:
                 continue
             wanted = chosen[start + row] * steps[start + row] + gradient[row] / curvature[start + row]
-            level = (wanted * inverse[start + row]).round_().clamp_(-top, top)
+            level = grid.nearest(wanted * inverse[start + row])
             change = (level - chosen[start + row]) * steps[start + row]
             gradient[row:].addr_(damped[start + row : end, start + row], change, alpha=-1)
             rest[start + row] -= change

@@ -10,37 +10,60 @@ from typing import Literal
 
 from ktplan.errors import BadUsage
 
-Rounding = Literal["mse", "kt", "gptq"]
+Rounding = Literal["mse", "kt", "gptq", "nearest"]
 
-# The highest level of each width. INT4 leaves -8 unused: kt-kernel's vector kernels negate by a trick that -8 breaks.
-_TOP_LEVEL = {8: 127, 4: 7, 2: 1}
+# The highest level of each width. Rows of INT4 leave -8 unused: kt-kernel's vector kernels negate by a trick that -8
+# breaks.
+TOP_LEVEL = {16: 0, 8: 127, 4: 7, 2: 1}  # 0: no levels
+GROUPS = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A symmetric format with one scale for each output row.
+    """A format without zero points: levels and scales, or bfloat16.
 
-    `bits` 8: levels -127..127. `bits` 4: levels -7..7. `bits` 2: levels -1..1, kept in INT4 tiles; a deliberately
-    coarse specimen that makes the cost of quantization visible, not a format to run models in.
-    `rounding` "mse": the row's scale is searched for the least squared error. "kt": kt-kernel's rule and bytes.
-    "gptq": levels and scales are fitted to calibration text (convert.calibrated); the format is the same.
+    `group` None: one scale for each output row. `bits` 8: levels -127..127. `bits` 4: levels -7..7. `bits` 2: levels
+    -1..1, kept in INT4 tiles; a deliberately coarse specimen that makes the cost of quantization visible, not a format
+    to run models in. `bits` 4 with `group` 32, 64 or 128: levels -8..7, a scale for so many inputs of a row.
+    `bits` 16: bfloat16, no scales.
+    `rounding` "mse": each scale is searched for the least squared error. "kt": kt-kernel's rule and bytes. "gptq":
+    levels and scales are fitted to calibration text (convert.calibrated); the format is the same. "nearest": bfloat16.
     Raises BadUsage for a combination that does not exist.
     """
 
     bits: int
-    group: None = None
+    group: int | None = None
     rounding: Rounding = "mse"
 
     def __post_init__(self) -> None:
-        if self.bits not in _TOP_LEVEL:
-            raise BadUsage(f"{self.bits} bits are not supported for the CPU", hint="use --bits 8, 4 or 2")
-        if self.group is not None:
+        if self.bits not in TOP_LEVEL:
             raise BadUsage(
-                f"scales for groups of {self.group} do not exist in this layout, only one for each row",
-                hint="use --group-size row",
+                f"{self.bits} bits are not supported for the CPU",
+                hint="use --bits 8, 4 or 2, or --dtype bf16",
             )
-        if self.rounding not in ("mse", "kt", "gptq"):
+        if self.group is not None and self.bits != 4:
+            raise BadUsage(
+                f"{self.bits} bits have no scales for groups of {self.group}; only 4 bits have groups",
+                hint="use --bits 4, or leave out --group-size",
+            )
+        if self.group is not None and self.group not in GROUPS:
+            raise BadUsage(
+                f"groups of {self.group} weights do not exist", hint="use --group-size 32, 64, 128 or row"
+            )
+        if self.rounding not in ("mse", "kt", "gptq", "nearest"):
             raise BadUsage(f"rounding '{self.rounding}' is not known", hint="use --rounding mse, kt or gptq")
+        if (self.rounding == "nearest") != (self.bits == 16):
+            raise BadUsage(
+                f"{self.bits} bits cannot have rounding '{self.rounding}': bfloat16 has the nearest value, all others "
+                "have scales to choose",
+                hint="leave out --rounding for --dtype bf16",
+            )
+        if self.rounding == "kt" and self.group is not None:
+            raise BadUsage(
+                f"kt-kernel's formats have one scale for each row, so groups of {self.group} cannot be had with "
+                "--rounding kt",
+                hint="leave out --group-size, or use --rounding mse",
+            )
         if self.rounding == "kt" and self.bits == 2:
             raise BadUsage(
                 "kt-kernel has no 2-bit format, so --rounding kt cannot be met", hint="use --rounding mse"
@@ -48,15 +71,20 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """`"int8-row"`, `"int4-row"`, `"int2-row"`."""
-        return f"int{self.bits}-row"
+        """`"int8-row"`, `"int4-row"`, `"int2-row"`, `"int4-g32"` (64, 128), `"bf16"`."""
+        return scheme_name(self.bits, self.group)
 
     @property
     def top_level(self) -> int:
-        """Levels are integers in -top_level..top_level."""
-        return _TOP_LEVEL[self.bits]
+        """Levels of a row are integers in -top_level..top_level; 0 for bfloat16."""
+        return TOP_LEVEL[self.bits]
 
     @property
     def tile_bits(self) -> int:
-        """Width of a level in memory: 8 or 4."""
-        return 8 if self.bits == 8 else 4
+        """Width of a weight in memory: 16, 8 or 4."""
+        return self.bits if self.bits in (16, 8) else 4
+
+
+def scheme_name(bits: int, group: int | None) -> str:
+    """What a format is called; see `Scheme.name`."""
+    return "bf16" if bits == 16 else f"int{bits}-{'row' if group is None else f'g{group}'}"

@@ -12,13 +12,14 @@ import torch
 from torch.nn import functional
 
 from ktplan.model import ExpertWeights
-from ktplan.network import tensor_of
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
+from ktplan.network import Gate, tensor_of
 
 
 class DeviceExperts:
-    """Some experts of one layer: `gate_up [G, 2I, H]`, `down [G, H, I]`, slot g holds expert `ids[g]`."""
+    """Some experts of one layer: `gate_up [G, 2I, H]`, `down [G, H, I]`, slot g holds expert `ids[g]`.
+
+    Biases, where the model has them: `gate_up_bias [G, 2I]`, `down_bias [G, H]`.
+    """
 
     def __init__(
         self,
@@ -27,9 +28,12 @@ class DeviceExperts:
         *,
         ids: Sequence[int],
         experts: int,
-        activation: Activation,
+        gate: Gate,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
     ) -> None:
-        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self._gate_up, self._down, self._gate = gate_up, down, gate
+        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         # Index `experts` is transformers' word for "no expert", as is any id that lives elsewhere.
         slot = torch.full((experts + 1,), len(ids), dtype=torch.int64)
         slot[torch.tensor(ids, dtype=torch.int64)] = torch.arange(len(ids))
@@ -44,24 +48,40 @@ class DeviceExperts:
         experts: int,
         dtype: torch.dtype,
         device: torch.device,
-        activation: Activation,
+        gate: Gate,
         each: Callable[[], None] = lambda: None,
     ) -> DeviceExperts:
         """Fill the buffer with `read(expert)` for each id, one at a time; calls `each` after each."""
-        gate_up = down = None
+        gate_up = down = gate_up_bias = down_bias = None
         for slot, expert in enumerate(ids):
             weights = read(expert)
             inner, hidden = weights.gate.shape
             if gate_up is None or down is None:
                 gate_up = torch.empty(len(ids), 2 * inner, hidden, dtype=dtype, device=device)
                 down = torch.empty(len(ids), hidden, inner, dtype=dtype, device=device)
+                if weights.down_bias is not None:
+                    gate_up_bias = torch.empty(len(ids), 2 * inner, dtype=dtype, device=device)
+                    down_bias = torch.empty(len(ids), hidden, dtype=dtype, device=device)
             gate_up[slot, :inner] = tensor_of(weights.gate)
             gate_up[slot, inner:] = tensor_of(weights.up)
             down[slot] = tensor_of(weights.down)
+            if gate_up_bias is not None and down_bias is not None:
+                biases = (weights.gate_bias, weights.up_bias, weights.down_bias)
+                gate_bias, up_bias, last = (tensor_of(bias) for bias in biases if bias is not None)
+                gate_up_bias[slot] = torch.cat((gate_bias, up_bias))
+                down_bias[slot] = last
             each()
         if gate_up is None or down is None:
             raise ValueError("no expert is placed on the device")
-        return cls(gate_up, down, ids=ids, experts=experts, activation=activation)
+        return cls(
+            gate_up,
+            down,
+            ids=ids,
+            experts=experts,
+            gate=gate,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +94,9 @@ class DeviceExperts:
 
     @property
     def bytes(self) -> int:
-        return self._gate_up.nbytes + self._down.nbytes
+        biases = (self._gate_up_bias, self._down_bias)
+        held = sum(bias.nbytes for bias in biases if bias is not None)
+        return self._gate_up.nbytes + self._down.nbytes + held
 
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum over the experts held here, float32 [T, H] on this device.
@@ -115,8 +137,10 @@ class DeviceExperts:
     def _one(self, slot: int, states: torch.Tensor) -> torch.Tensor:
         rows = states.shape[0]
         states = self._padded(states)
-        gate, up = functional.linear(states, self._gate_up[slot]).chunk(2, dim=-1)
-        return functional.linear(self._activation(gate) * up, self._down[slot])[:rows]
+        first = None if self._gate_up_bias is None else self._gate_up_bias[slot]
+        last = None if self._down_bias is None else self._down_bias[slot]
+        gate, up = functional.linear(states, self._gate_up[slot], first).chunk(2, dim=-1)
+        return functional.linear(self._gate(gate, up), self._down[slot], last)[:rows]
 
     def _padded(self, states: torch.Tensor) -> torch.Tensor:
         """Few different row counts: torch on the CPU compiles a bfloat16 kernel for each that it meets."""

@@ -129,7 +129,7 @@ def place(
         if name in routed:
             found = _experts_place(name, routed[name], module, rule, rules, number, device, experts_on_gpu)
             experts.append(found)
-            tally.experts(number, name, found, expert_bytes or _own_bytes(module))
+            tally.experts(number, name, found, expert_bytes or own_bytes(module))
         elif not name.startswith(tuple(f"{path}." for path in routed)):
             if rule is not None and rule.replace.class_name in _FOR_EXPERTS:
                 raise BadInput(
@@ -232,8 +232,9 @@ def _experts_place(
     return LayerExperts(layer=layer, name=name, experts=count, gpu=ids, gpu_device=canonical(gpu_device))
 
 
-def _own_bytes(module: Any) -> ExpertBytes:
-    size = 3 * module.down_proj.shape[1] * module.down_proj.shape[2] * module.down_proj.element_size()
+def own_bytes(module: Any) -> ExpertBytes:
+    """An expert as the skeleton's own experts module holds it, biases included."""
+    size = sum(parameter.nbytes for parameter in module.parameters()) // len(module.down_proj)
     return ExpertBytes(gpu=size, cpu=size)
 
 

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from ktplan import network
-from ktplan.errors import BadInput, BadUsage, DoesNotFit
+from ktplan.errors import BadInput, DoesNotFit
 from ktplan.experts import format_ranges
 from ktplan.model import ExpertWeights, WeightSource, open_safetensors
 from ktplan.progress import SILENT, Progress, Task
 from ktplan.rules import HYBRID, Match, Replace, Rule, Rules
 from ktplan.runtime.device_experts import DeviceExperts
 from ktplan.runtime.devices import best_device, connect, resolve
-from ktplan.runtime.inject import ExpertBytes, LayerExperts, Placement, place
+from ktplan.runtime.inject import ExpertBytes, LayerExperts, Placement, own_bytes, place
 from ktplan.runtime.moe import CpuPart, HybridExperts, RouteCounters
 from ktplan.store import ExpertStore
 from ktplan.units import format_bytes
@@ -115,7 +115,7 @@ def prepare(
     chosen = best_device() if device == "auto" else device
     wanted, why = _dtype(dtype, chosen)
     skeleton = network.skeleton(sources.model, wanted)
-    _check_activation(skeleton)
+    open_safetensors(sources.model).spec.check_experts()
     weights, said = sources.gpu_weights, []
     if weights is not None and rules is None:
         rules = _rules_of_weights(skeleton, weights)
@@ -203,7 +203,6 @@ def build(
     """
     started = time.monotonic()
     source = open_safetensors(prepared.sources.model)
-    source.spec.check_plain_experts()
     model = prepared.skeleton
     experts = build_experts(
         prepared, source, threads=threads, activation_bits=activation_bits, progress=progress
@@ -271,19 +270,18 @@ class _Builder:
         self._pool: Pool | None = None
 
     def layer(self, found: LayerExperts, task: Task) -> HybridExperts:
-        original = self._prepared.skeleton.get_submodule(found.name)
         gpu = None
         if found.gpu:
             device = self._prepared.devices[found.gpu_device]
-            gpu = self._by_torch(found, found.gpu, self._gpu_reader(found.layer), device, original, task)
-        cpu = self._cpu(found, original, task) if found.cpu else None
+            gpu = self._by_torch(found, found.gpu, self._gpu_reader(found.layer), device, task)
+        cpu = self._cpu(found, task) if found.cpu else None
         return HybridExperts(found, gpu_side=gpu, cpu_side=cpu, counters=self._counters)
 
-    def _cpu(self, found: LayerExperts, original: Any, task: Task) -> CpuPart:
+    def _cpu(self, found: LayerExperts, task: Task) -> CpuPart:
         store = self._prepared.sources.store
         if store is None:
             reader = self._checkpoint_reader(found.layer)
-            return self._by_torch(found, found.cpu, reader, torch.device("cpu"), original, task)
+            return self._by_torch(found, found.cpu, reader, torch.device("cpu"), task)
         # Imported here: a model without a store runs where the native engine is not built.
         from ktplan.kernels import Pool
         from ktplan.runtime.cpu_experts import CpuExperts
@@ -291,7 +289,12 @@ class _Builder:
         if self._pool is None:
             self._pool = Pool(self._threads) if self._threads else Pool.default()
         return CpuExperts(
-            store, found.layer, ids=found.cpu, pool=self._pool, activation_bits=self._activation_bits
+            store,
+            found.layer,
+            ids=found.cpu,
+            pool=self._pool,
+            activation_bits=self._activation_bits,
+            source=self._source,
         )
 
     def _by_torch(
@@ -300,7 +303,6 @@ class _Builder:
         ids: tuple[int, ...],
         read: Callable[[int], ExpertWeights],
         device: torch.device,
-        original: Any,
         task: Task,
     ) -> DeviceExperts:
         return DeviceExperts.load(
@@ -309,7 +311,7 @@ class _Builder:
             experts=found.experts,
             dtype=self._prepared.dtype,
             device=device,
-            activation=original.act_fn,
+            gate=network.gate_of(self._source.spec),
             each=task.advance,
         )
 
@@ -339,23 +341,12 @@ def _dtype(dtype: str, device: str) -> tuple[torch.dtype, str]:
     return torch.float32, "float32 on the CPU: bfloat16 is slower there and less exact"
 
 
-def _check_activation(skeleton: Any) -> None:
-    activation = str(getattr(skeleton.config.get_text_config(), "hidden_act", "silu"))
-    if activation not in ("silu", "swish"):
-        raise BadUsage(
-            f"the experts use the activation '{activation}', the CPU engine computes silu only",
-            hint="this model family is not supported",
-        )
-
-
 def expert_bytes(skeleton: Any, store: ExpertStore | None) -> ExpertBytes | None:
     """An expert's size on either side: the skeleton's type on the GPU, the store's own on the CPU; None without one."""
     if store is None:
         return None
     _, module = next(iter(network.experts_modules(skeleton).values()))
-    down: Any = module.down_proj
-    size = 3 * down.shape[1] * down.shape[2] * down.element_size()
-    return ExpertBytes(gpu=size, cpu=store.manifest.bytes_per_expert)
+    return ExpertBytes(gpu=own_bytes(module).gpu, cpu=store.manifest.bytes_per_expert)
 
 
 def _held(model: Any, experts: Mapping[int, HybridExperts]) -> dict[str, int]:

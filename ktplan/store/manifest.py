@@ -14,9 +14,10 @@ from ktplan.artifact import read_json, write_json
 from ktplan.errors import BadInput
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.model.source import PROJECTIONS
-from ktplan.store.layout import LAYOUTS, layout_for, packed_bytes
+from ktplan.store.layout import AMX_INT4, AMX_INT8, LAYOUTS, Layout, Sizes, layout_for, legal_parts, padded
 
 KIND = "ktplan-expert-store"
+KT_LAYOUTS = (AMX_INT8.name, AMX_INT4.name)  # those that kt-kernel reads
 VERSION = 1
 MANIFEST_FILE = "store.json"
 JOB_FILE = "job.json"  # there while a conversion is under way or was stopped
@@ -27,7 +28,7 @@ _NUMBERS = ("bits", "parts", "experts", "hidden", "intermediate")
 
 
 class Tensor(NamedTuple):
-    """One tensor of a shard: kt-kernel's name, "I8" or "F32", its number of elements and bytes."""
+    """One tensor of a shard: its name, "I8", "F32" or "BF16", its number of elements and bytes."""
 
     name: str
     dtype: str
@@ -37,7 +38,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreShape:
-    """The sizes that fix every tensor of a store. `wide` experts have 8 bits whatever `bits` says.
+    """The sizes that fix every tensor of a store. `wide` experts have 8 bits and a scale for each row in any case.
 
     The last `padding` of the `intermediate` rows and columns are zeros, which the model does not have.
     """
@@ -49,6 +50,15 @@ class StoreShape:
     intermediate: int
     wide: ExpertSet = ExpertSet()
     padding: int = 0
+    group: int | None = None  # inputs that share a scale; None: a whole row
+
+    def layout_of(self, layer: int, expert: int) -> Layout:
+        """How an expert's weights and scales lie."""
+        return self.layout(self.bits_of(layer, expert))
+
+    def layout(self, bits: int) -> Layout:
+        """The layout of this store's experts of that width."""
+        return layout_for(bits, self.group if bits == self.bits else None)
 
     def bits_of(self, layer: int, expert: int) -> int:
         """Width of an expert's weights."""
@@ -60,20 +70,31 @@ class StoreShape:
         return (self.hidden, share) if projection == "down" else (share, self.hidden)
 
     def tensors(self, layer: int, expert: int, part: int) -> list[Tensor]:
-        """One part of one expert in file order: three packed weights, then their scales."""
+        """One part of one expert in file order: three packed weights, then their scales if the layout has some."""
         weights, scales = [], []
-        bits = self.bits_of(layer, expert)
+        layout = self.layout_of(layer, expert)
+        own = self._prefix
         for projection in PROJECTIONS:
             rows, columns = self.rows_and_columns(projection)
-            size = packed_bytes(rows, columns, bits)
-            # kt-kernel would take every expert for equally large, and as wide as config.json says: it must not find
-            # those of other stores.
-            own = "mixed." if self.wide else "padded." if self.padding else ""
+            size, count = rows * layout.row_bytes(columns), layout.scales(rows, columns)
             weight = own + tensor_name(layer, projection, expert, part, "weight")
-            scale = own + tensor_name(layer, projection, expert, part, "scale")
             weights.append(Tensor(weight, "I8", size, size))
-            scales.append(Tensor(scale, "F32", rows, 4 * rows))
+            if count:
+                scale = own + tensor_name(layer, projection, expert, part, "scale")
+                scales.append(Tensor(scale, layout.scale_dtype, count, layout.scale_bytes(rows, columns)))
         return weights + scales
+
+    @property
+    def _prefix(self) -> str:
+        """What goes before the names of tensors that kt-kernel must not find.
+
+        It would take every expert for equally large, as wide as config.json says, and with one scale a row.
+        """
+        if self.wide:
+            return "mixed."
+        if self.padding:
+            return "padded."
+        return "" if self.layout(self.bits).name in KT_LAYOUTS else "own."
 
     def layer_tensors(self, layer: int) -> Iterator[Tensor]:
         """All tensors of a layer's shard in file order: expert by expert, part by part."""
@@ -92,10 +113,20 @@ class StoreShape:
 
     def plain_bytes(self, bits: int) -> int:
         """Bytes of an expert of that width, all parts and scales."""
-        return self.parts * sum(
-            packed_bytes(*self.rows_and_columns(projection), bits) + 4 * self.rows_and_columns(projection)[0]
-            for projection in PROJECTIONS
-        )
+        layout, total = self.layout(bits), 0
+        for projection in PROJECTIONS:
+            rows, columns = self.rows_and_columns(projection)
+            total += rows * layout.row_bytes(columns) + layout.scale_bytes(rows, columns)
+        return self.parts * total
+
+
+def expert_bytes_as(sizes: Sizes, bits: int, group: int | None = None) -> int | None:
+    """Bytes that one expert of a model takes in a store of that format, undivided; None where it does not fit."""
+    if not legal_parts(sizes, bits):
+        return None
+    width = padded(sizes.moe_intermediate, bits)
+    shape = StoreShape(bits=bits, group=group, parts=1, experts=1, hidden=sizes.hidden, intermediate=width)
+    return shape.plain_bytes(bits)
 
 
 def tensor_name(layer: int, projection: str, expert: int, part: int, what: str) -> str:
@@ -159,7 +190,13 @@ class StoreManifest:
             intermediate=self.intermediate,
             wide=self.wide,
             padding=self.padding,
+            group=self.group,
         )
+
+    @property
+    def group(self) -> int | None:
+        """Inputs of a row that share a scale; None: all of them."""
+        return LAYOUTS[self.layout].group
 
     @property
     def total_bytes(self) -> int:
@@ -191,6 +228,8 @@ class StoreManifest:
     def save(self, folder: Path) -> None:
         """Write `store.json` whole."""
         body = {name: getattr(self, name) for name in (*_WORDS, *_NUMBERS, "layers")}
+        if self.group is not None:
+            body["group_size"] = self.group
         body["files"] = [asdict(file) for file in self.files]
         body["errors"] = {str(layer): dict(table) for layer, table in self.errors.items()}
         if self.output_errors:
@@ -212,6 +251,11 @@ class StoreManifest:
         """Read and check `store.json`. Raises BadInput where it is absent, foreign, too new or contradicts itself."""
         path = folder / MANIFEST_FILE
         body = read_json(path, KIND, VERSION)
+        if isinstance(layout := body.get("layout"), str) and layout not in LAYOUTS:
+            raise BadInput(
+                f"{path} has layout '{layout}', which this version does not know",
+                hint=f"known are {', '.join(LAYOUTS)}; a newer version may know more",
+            )
         try:
             manifest = cls._from_body(body)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as fault:
@@ -235,11 +279,7 @@ class StoreManifest:
         return manifest
 
     def _check(self) -> None:
-        if (
-            self.layout not in LAYOUTS
-            or self.bits not in (8, 4, 2)
-            or layout_for(self.bits).name != self.layout
-        ):
+        if self.bits not in (16, 8, 4, 2) or self.shape.layout(self.bits).name != self.layout:
             raise ValueError(f"layout {self.layout} does not hold {self.bits}-bit levels")
         unit = layout_for(self.bits).unit
         if min(self.parts, self.experts, self.hidden, self.intermediate) < 1:

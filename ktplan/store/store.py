@@ -18,25 +18,30 @@ from ktplan.model.header import read_header
 from ktplan.model.source import PROJECTIONS, ExpertWeights
 from ktplan.model.spec import ModelSpec
 from ktplan.progress import SILENT, Progress
-from ktplan.quant.rounding import F32, QuantizedRows, dequantize
+from ktplan.quant.groups import U16, Bfloat16Rows, QuantizedGroups
+from ktplan.quant.rounding import F32, QuantizedRows
+from ktplan.quant.stored import Stored, dequantize_stored
 from ktplan.store.foreign import ForeignFolder, find_foreign, load_layer
-from ktplan.store.layout import U8, layout_for, unpack
+from ktplan.store.layout import U8, Layout, unpack, unpack_bfloat16, unpack_scales
 from ktplan.store.manifest import JOB_FILE, MANIFEST_FILE, StoreFile, StoreManifest
 
 _ALIGNMENT = 64  # bytes; what the kernels' loads ask for
 
 
 class PackedArrays(NamedTuple):
-    """One part of one expert: packed bytes uint8 [N*K*bits/8] and scales float32 [N]; read-only, 64-byte aligned."""
+    """One part of one expert: packed bytes uint8 [N*K*bits/8] and their scales; read-only, 64-byte aligned.
+
+    Scales are float32 [N], with groups bfloat16 bit patterns, uint16 [N / 32, K / group, 32], None for bfloat16.
+    """
 
     gate: U8
-    gate_scale: F32
+    gate_scale: F32 | U16 | None
     up: U8
-    up_scale: F32
+    up_scale: F32 | U16 | None
     down: U8
-    down_scale: F32
+    down_scale: F32 | U16 | None
 
-    def pairs(self) -> tuple[tuple[U8, F32], ...]:
+    def pairs(self) -> tuple[tuple[U8, F32 | U16 | None], ...]:
         """Weight and scale of gate, up and down."""
         return (self.gate, self.gate_scale), (self.up, self.up_scale), (self.down, self.down_scale)
 
@@ -125,7 +130,11 @@ class ExpertStore:
             )
         names = [tensor.name for tensor in manifest.shape.tensors(layer, expert, part)]
         weights = [tensors[name] for name in names[:3]]
-        scales = [tensors[name].view(np.float32) for name in names[3:]]
+        layout = manifest.shape.layout_of(layer, expert)
+        scales: list[F32 | U16 | None] = [
+            _scales(tensors[name], manifest.shape.rows_and_columns(projection)[0], layout)
+            for name, projection in zip(names[3:], PROJECTIONS, strict=False)
+        ] or [None, None, None]
         return PackedArrays(weights[0], scales[0], weights[1], scales[1], weights[2], scales[2])
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
@@ -133,7 +142,7 @@ class ExpertStore:
         pieces: dict[str, list[F32]] = {projection: [] for projection in PROJECTIONS}
         for part in range(self._manifest.parts):
             for projection, rows in self.quantized(layer, expert, part).items():
-                pieces[projection].append(dequantize(rows))
+                pieces[projection].append(dequantize_stored(rows))
         own = self._manifest.intermediate - self._manifest.padding
         return ExpertWeights(
             np.concatenate(pieces["gate"], axis=0)[:own],
@@ -157,14 +166,12 @@ class ExpertStore:
         """Let a layer's map go; arrays that were given out keep it alive."""
         self._layers.pop(layer, None)
 
-    def quantized(self, layer: int, expert: int, part: int) -> dict[str, QuantizedRows]:
-        """Levels and scales of one part of an expert by projection."""
+    def quantized(self, layer: int, expert: int, part: int) -> dict[str, Stored]:
+        """Levels and scales (or bfloat16 values) of one part of an expert by projection."""
         shape = self._manifest.shape
-        bits = shape.bits_of(layer, expert)
+        layout = shape.layout_of(layer, expert)
         return {
-            projection: QuantizedRows(
-                unpack(weight, *shape.rows_and_columns(projection), bits), scale, layout_for(bits).tile_bits
-            )
+            projection: _unpacked(weight, scale, *shape.rows_and_columns(projection), layout)
             for projection, (weight, scale) in zip(
                 PROJECTIONS, self.packed(layer, expert, part).pairs(), strict=True
             )
@@ -197,6 +204,21 @@ class ExpertStore:
                 raise _damaged(path, f"{tensor.name} does not lie on a multiple of {_ALIGNMENT} bytes")
             tensors[tensor.name] = mapped[info.start : info.start + info.bytes]
         return tensors
+
+
+def _scales(raw: U8, rows: int, layout: Layout) -> F32 | U16:
+    if layout.group is None:
+        return raw.view(np.float32)
+    return raw.view(np.uint16).reshape(rows // 32, -1, 32)
+
+
+def _unpacked(weight: U8, scale: F32 | U16 | None, rows: int, columns: int, layout: Layout) -> Stored:
+    if scale is None:
+        return Bfloat16Rows(unpack_bfloat16(weight, rows, columns))
+    levels = unpack(weight, rows, columns, layout.tile_bits)
+    if layout.group is None:
+        return QuantizedRows(levels, scale.view(np.float32), layout.tile_bits)
+    return QuantizedGroups(levels, unpack_scales(scale.view(np.uint16), rows), layout.group)
 
 
 def _unfinished(path: Path) -> BadInput:

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from ktplan.artifact import cannot_write, write_whole
 from ktplan.errors import DoesNotFit, KtplanError
+from ktplan.quant.groups import U16
 from ktplan.quant.rounding import F32
 from ktplan.store.layout import U8
 from ktplan.store.manifest import KIND, VERSION, StoreFile, StoreManifest, StoreShape
@@ -90,7 +91,7 @@ class ShardWriter:
             handle, self._handle = self._handle, None
             os.close(handle)
 
-    def add(self, arrays: Iterable[U8 | F32]) -> int:
+    def add(self, arrays: Iterable[U8 | F32 | U16]) -> int:
         """The next expert: for each part three packed weights and three scales, or all in one. Returns their bytes."""
         before = self._written
         for array in arrays:

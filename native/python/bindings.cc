@@ -504,22 +504,27 @@ std::vector<std::tuple<std::string, std::string, std::string, std::string, bool>
 // Whether tiles are there, permitted, and emulated; and what is missing.
 std::tuple<bool, bool, bool, std::string> tiles() {
   const TileState& state = tile_state();
-  return {state.detected, state.permitted, !state.permitted && tiles_emulated(), state.why};
+  return {state.detected, state.permitted, !state.permitted && trap_executes(), state.why};
 }
 
 // Quantizes and packs; each task is (matrix [N, K] whose rows may lie apart, packed, scale). Returns for each whether all its
 // values are finite, and the sums over its rows, in order, of squared errors and of squared weights.
 std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& isa, Pool& pool, const nb::list& tasks, int bits,
-                                                           const std::string& rounding, nb::handle multipliers) {
+                                                           const std::string& rounding, nb::handle multipliers, std::size_t group,
+                                                           nb::handle shares) {
   table_named(isa);
   const QuantizeTable* table = find_quantize_table(isa.c_str());
   if (table == nullptr) wrong("isa", "a set of kernels that quantizes", isa);
-  if (bits != 8 && bits != 4 && bits != 2) wrong("bits", "8, 4 or 2", std::to_string(bits));
+  if (bits != 16 && bits != 8 && bits != 4 && bits != 2) wrong("bits", "16, 8, 4 or 2", std::to_string(bits));
+  if (group != 0 && (bits != 4 || (group != 32 && group != 64 && group != 128))) wrong("group", "32, 64 or 128 with 4 bits", std::to_string(group));
   if (rounding != "kt" && rounding != "mse") wrong("rounding", "'kt' or 'mse'", rounding);
   const Array grid = array_from<Array>(multipliers, "multipliers");
   check(grid, "multipliers", dtype_code::UInt, 16, {grid.size()});
-  if (grid.size() == 0) wrong("multipliers", "at least one", "none");
-  const Layout& layout = bits == 8 ? kInt8Layout : kInt4Layout;
+  if (grid.size() == 0 && bits != 16 && group == 0) wrong("multipliers", "at least one", "none");
+  const Array steps = array_from<Array>(shares, "shares");
+  check(steps, "shares", dtype_code::Float, 32, {steps.size()});
+  if (group != 0 && steps.size() == 0) wrong("shares", "at least one", "none");
+  const Layout& layout = bits == 16 ? kBf16Layout : bits == 8 ? kInt8Layout : kInt4Layout;
   std::vector<Array> kept;
   std::vector<QuantizeTask> work;
   std::vector<std::vector<RowError>> errors;
@@ -538,13 +543,20 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
       wrong("matrix", "a multiple of 32 rows and of " + std::to_string(layout.k_multiple) + " columns", shape_of(matrix));
     }
     check(packed, "packed", dtype_code::UInt, 8, {layout.packed_bytes(n, k)});
-    check(scale, "scale", dtype_code::Float, 32, {n});
+    if (bits == 16) {
+      check(scale, "scale", dtype_code::Float, 32, {0});
+    } else if (group == 0) {
+      check(scale, "scale", dtype_code::Float, 32, {n});
+    } else {
+      check(scale, "scale", dtype_code::UInt, 16, {n * (k / group)});
+    }
     errors.emplace_back(n);
     work.push_back(QuantizeTask{WeightMatrix{matrix.data(), bfloat16, n, k, static_cast<std::size_t>(matrix.stride(0))},
-                                static_cast<std::uint8_t*>(packed.data()), static_cast<float*>(scale.data()), errors.back().data()});
+                                static_cast<std::uint8_t*>(packed.data()), scale.data(), errors.back().data()});
     kept.push_back(std::move(matrix));
   }
-  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size()};
+  const QuantizeRule rule{rounding == "kt" ? RowRule::kKt : RowRule::kSearch, bits, static_cast<const std::uint16_t*>(grid.data()), grid.size(), group,
+                          static_cast<const float*>(steps.data()), steps.size()};
   const auto finite = std::make_unique<bool[]>(work.size());
   {
     const nb::gil_scoped_release unlocked;
@@ -582,7 +594,7 @@ NB_MODULE(_native, m) {
   m.def("activate", &activate, nb::arg("isa"), nb::arg("gate"), nb::arg("up"), nb::arg("activation"), nb::arg("alpha"),
         nb::arg("limit"));
   m.def("pack_weights", &pack_weights, nb::arg("isa"), nb::arg("pool"), nb::arg("tasks"), nb::arg("bits"), nb::arg("rounding"),
-        nb::arg("multipliers"));
+        nb::arg("multipliers"), nb::arg("group"), nb::arg("shares"));
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
 
   nb::class_<Pool>(m, "Pool")

@@ -21,16 +21,6 @@ using Int8Weights = PlainWeights<kInt8Layout.block_bytes>;
 template <std::size_t kBits>
 using WeightsOf = std::conditional_t<kBits == 8, Int8Weights, NibbleWeights>;
 
-// The exact integer 256 * high + low, rounded once to float.
-[[gnu::always_inline]] inline __m512 joined(__m512i high, __m512i low) {
-  const __m512d k256 = _mm512_set1_pd(256.0);
-  const __m512d first = _mm512_fmadd_pd(_mm512_cvtepi32_pd(_mm512_castsi512_si256(high)), k256,
-                                        _mm512_cvtepi32_pd(_mm512_castsi512_si256(low)));
-  const __m512d second = _mm512_fmadd_pd(_mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(high, 1)), k256,
-                                         _mm512_cvtepi32_pd(_mm512_extracti64x4_epi64(low, 1)));
-  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(first)), _mm512_cvtpd_ps(second), 1);
-}
-
 template <int kPlanes>
 void scale_sums(const BlockSums<kPlanes>& sums, const WeightStep& step, const BlockedRows& rows, float* out,
                 std::size_t stride) {
@@ -41,7 +31,7 @@ void scale_sums(const BlockSums<kPlanes>& sums, const WeightStep& step, const Bl
     for (int tile = 0; tile < 2; ++tile) {
       const __m512i high = _mm512_load_si512(block[0][tile].line[r % kBlockRows]);
       const __m512i low = _mm512_load_si512(block[kPlanes - 1][tile].line[r % kBlockRows]);
-      const __m512 dot = kPlanes == 1 ? _mm512_cvtepi32_ps(low) : joined(high, low);
+      const __m512 dot = kPlanes == 1 ? _mm512_cvtepi32_ps(low) : Vectors512::combined(high, low);
       _mm512_storeu_ps(out + r * stride + 16 * tile, _mm512_mul_ps(_mm512_mul_ps(scale, columns[tile]), dot));
     }
   }

@@ -1,11 +1,10 @@
 // bfloat16 weights without vdpbf16ps: both inputs of a line widened to float32.
 //
-// A row: float32 values; with 8 bits rounded to bfloat16.
-
-#include <cstring>
+// Rows are the floats of rows.h.
 
 #include "avx512_bf16.h"
 #include "ktplan/tables.h"
+#include "rows.h"
 
 namespace ktplan::avx512 {
 namespace {
@@ -24,17 +23,10 @@ struct Widened {
   }
 };
 
-std::size_t row_bytes(std::size_t k, int) noexcept { return 4 * k; }
-
-Row encode(const float* x, std::size_t k, int bits, Numerics, std::uint8_t* bytes) noexcept {
-  std::memcpy(bytes, x, 4 * k);
-  if (bits == 8) round_to_bf16(reinterpret_cast<float*>(bytes), k);
-  return Row{.bytes = bytes, .scale = scale_of(x, k), .sums = {0, 0}};
-}
-
 }  // namespace
 
 constinit const FormatKernels kBf16{
-    .row_bytes = row_bytes, .quantize = encode, .a8 = kBf16Kernels<Widened>, .a16 = kBf16Kernels<Widened>};
+    .row_bytes = Rows<Vectors512>::floats_bytes, .quantize = Rows<Vectors512>::floats,
+    .a8 = kBf16Kernels<Widened>, .a16 = kBf16Kernels<Widened>};
 
 }  // namespace ktplan::avx512

@@ -10,7 +10,7 @@ namespace ktplan::avx512 {
 namespace {
 
 [[gnu::always_inline]] inline __m512 product(__m512 sum, __m512i line, const std::uint8_t* row) {
-  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(line), reinterpret_cast<__m512bh>(broadcast(row)));
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(line), reinterpret_cast<__m512bh>(Vectors512::broadcast(row)));
 }
 
 // Two sums a column, so that products need not wait for each other: of the planes, or of every second line.

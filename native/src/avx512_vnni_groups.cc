@@ -4,11 +4,12 @@
 //   levels, is known once a row and kept behind its levels. A group's sum of 16-bit levels fits an int32 (128 inputs *
 //   128 * 32639), so the planes are joined as integers.
 //
-// A quantized row: the levels as in avx512_vnni.cc, then an int32 a group, -128 * sum(levels).
+// Rows are the bytes of rows.h.
 
 #include "avx512.h"
 #include "ktplan/kernels.h"
 #include "ktplan/tables.h"
+#include "rows.h"
 
 namespace ktplan::avx512_vnni {
 namespace {
@@ -21,48 +22,16 @@ constexpr std::size_t kLookAhead = 16384, kScaleLookAhead = 4096;
 template <int kPlanes>
 constexpr int kMaxRows = kPlanes == 1 ? 7 : 6;
 
-template <std::size_t kGroup>
-std::size_t row_bytes(std::size_t k, int bits) noexcept {
-  return k * static_cast<std::size_t>(bits) / 8 + k / kGroup * sizeof(std::int32_t);
-}
-
-// -128 * the sum of `inputs` levels.
-template <int kPlanes>
-std::int32_t correction(const std::uint8_t* levels, std::size_t inputs) {
-  const __m256i ones = _mm256_set1_epi8(1);
-  // (high, low) dwords in turns; an unsigned one times a signed byte sums four
-  __m256i sums = _mm256_setzero_si256();
-  for (std::size_t i = 0; i < inputs * kPlanes; i += 32) {
-    sums = _mm256_dpbusd_epi32(sums, ones, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(levels + i)));
-  }
-  alignas(32) std::int32_t lane[8];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(lane), sums);
-  const std::int32_t even = lane[0] + lane[2] + lane[4] + lane[6], odd = lane[1] + lane[3] + lane[5] + lane[7];
-  return -128 * (kPlanes == 1 ? even + odd : 256 * even + odd);
-}
-
-template <std::size_t kGroup>
-Row quantize(const float* x, std::size_t k, int bits, Numerics numerics, std::uint8_t* bytes) noexcept {
-  const Row row = kTable.int4.quantize(x, k, bits, numerics, bytes);
-  auto* to = bytes + k * static_cast<std::size_t>(bits) / 8;
-  for (std::size_t i = 0; i < k; i += kGroup, to += sizeof(std::int32_t)) {
-    const std::int32_t value = bits == 8 ? correction<1>(bytes + i, kGroup) : correction<2>(bytes + 2 * i, kGroup);
-    __builtin_memcpy(to, &value, sizeof value);
-  }
-  return row;
-}
-
 // The 16 columns' scales of one group, for levels of 16 n.
 [[gnu::always_inline]] inline __m512 widths(const std::uint16_t* scale) {
-  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scale)));
-  return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)), _mm512_set1_ps(0.0625f));
+  return _mm512_mul_ps(Vectors512::from_bf16(scale), _mm512_set1_ps(0.0625f));
 }
 
 // The group's exact sums as floats.
 template <int kPlanes>
 [[gnu::always_inline]] inline __m512 joined(__m512i high, __m512i low, const std::uint8_t* correction) {
   const __m512i sum = kPlanes == 1 ? low : _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(sum, broadcast(correction)));
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(sum, Vectors512::broadcast(correction)));
 }
 
 // One group of both tiles of a k-step: words [kFirst, kFirst + kWords) of one or both halves.
@@ -88,7 +57,7 @@ template <int kRows, int kPlanes, std::size_t kGroup, int kIndex>
       constexpr int half = kHalf + h;
       each<kRows * kPlanes>([&](auto i) INLINE {
         constexpr int r = i / kPlanes, p = i % kPlanes;
-        const __m512i a = broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
+        const __m512i a = Vectors512::broadcast(row[r] + at + 4 * (kPlanes * (16 * half + word) + p));
         sums[r][p][0] = _mm512_dpbusd_epi32(sums[r][p][0], first.of[half], a);
         sums[r][p][1] = _mm512_dpbusd_epi32(sums[r][p][1], second.of[half], a);
       });
@@ -161,7 +130,8 @@ constexpr ProjectKernels kKernels{.project = project<kPlanes, kGroup>, .dots = n
 
 template <std::size_t kGroup>
 constexpr FormatKernels kGroups{
-    .row_bytes = row_bytes<kGroup>, .quantize = quantize<kGroup>, .a8 = kKernels<1, kGroup>, .a16 = kKernels<2, kGroup>};
+    .row_bytes = Rows<Vectors512>::plain_bytes<kGroup>, .quantize = Rows<Vectors512>::plain<kGroup, 128>,
+    .a8 = kKernels<1, kGroup>, .a16 = kKernels<2, kGroup>};
 
 }  // namespace
 

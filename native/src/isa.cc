@@ -95,7 +95,7 @@ const TileState& tile_state() {
   return state;
 }
 
-bool tiles_emulated() {
+bool trap_executes() {
   const char* set = std::getenv("KTPLAN_AMX_EMULATED");
   if (set != nullptr && std::strcmp(set, "1") == 0) return true;
   void* const active = dlsym(RTLD_DEFAULT, "amx_trap_active");
@@ -109,7 +109,7 @@ const TileState& tile_state() {
   return state;
 }
 
-bool tiles_emulated() { return false; }
+bool trap_executes() { return false; }
 #endif
 
 std::vector<std::string> CpuFeatures::names() const {

@@ -18,24 +18,33 @@ extern const QuantizeTable kQuantize;
 namespace avx2 {
 extern const QuantizeTable kQuantize;
 }
-namespace avx512_vnni {
+namespace avx512 {
 extern const QuantizeTable kQuantize;
 }
 #endif
 
 const QuantizeTable* find_quantize_table(const char* name) {
+  struct Entry {
+    const char* kernels;
+    const QuantizeTable* table;
+  };
+  static constexpr Entry entries[] = {
 #if defined(__x86_64__)
-  if (std::strcmp(name, "amx-int8") == 0) name = avx512_vnni::kQuantize.name;  // tiles have no part in it
-  for (const QuantizeTable* table : {&avx512_vnni::kQuantize, &avx2::kQuantize}) {
-    if (std::strcmp(table->name, name) == 0) return table;
-  }
+      {"amx-int8", &avx512::kQuantize},    {"avx512-vnni", &avx512::kQuantize}, {"avx-vnni", &avx2::kQuantize},
+      {"avx512", &avx512::kQuantize},      {"avx2", &avx2::kQuantize},
 #endif
-  return std::strcmp(scalar::kQuantize.name, name) == 0 ? &scalar::kQuantize : nullptr;
+      {"scalar", &scalar::kQuantize},
+  };
+  for (const Entry& entry : entries) {
+    if (std::strcmp(entry.kernels, name) == 0) return entry.table;
+  }
+  return nullptr;
 }
 
 std::size_t quantize_scratch(std::size_t columns) {
-  const std::size_t wide = (columns + 63) / 64 * 64;
-  return (kStepRows + 4 + 2 + 1) * wide;
+  const std::size_t wide = (columns + 63) / 64 * 64, group = 16 * (128 + 16) * sizeof(float);
+  const std::size_t row = (kStepRows + 4 + 2 + 1) * wide;  // also 16 rows of bfloat16
+  return row > group ? row : group;
 }
 
 namespace {

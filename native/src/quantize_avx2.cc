@@ -2,7 +2,7 @@
 
 #include <immintrin.h>
 
-#include "quantize_rows.h"
+#include "quantize_groups.h"
 
 namespace ktplan {
 namespace {
@@ -54,10 +54,34 @@ struct Avx2 {
     const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(words, words), 0xd8);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(bytes));
   }
+  static __m256i nibble(const float* level, int shift) {
+    return _mm256_slli_epi32(_mm256_and_si256(_mm256_cvtps_epi32(_mm256_loadu_ps(level)), _mm256_set1_epi32(15)), shift);
+  }
+  // Four bytes of 16 rows from their low and high levels, [4][16] each.
+  static void pack_nibbles(const float* low, const float* high, std::uint8_t* out) {
+    __m256i a = _mm256_setzero_si256(), b = a;
+    for (int i = 0; i < 4; ++i) {
+      a = _mm256_or_si256(a, _mm256_or_si256(nibble(low + 16 * i, 8 * i), nibble(high + 16 * i, 8 * i + 4)));
+      b = _mm256_or_si256(b, _mm256_or_si256(nibble(low + 16 * i + 8, 8 * i), nibble(high + 16 * i + 8, 8 * i + 4)));
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 32), b);
+  }
   static F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
   static F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
   static F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
   static F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+  static F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+  static F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+  static F greater(F x, F y, F yes, F no) {
+    return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ)), _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ))};
+  }
+  static __m256 nearest_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static F round_bf16(F x) { return {nearest_bf16(x.a), nearest_bf16(x.b)}; }
   static F abs(F x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
@@ -123,6 +147,6 @@ struct Avx2 {
 
 namespace avx2 {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"avx2", &Quantizer<Avx2>::step};
+const QuantizeTable kQuantize{&GroupQuantizer<Avx2>::step};
 }  // namespace avx2
 }  // namespace ktplan

@@ -2,7 +2,7 @@
 
 #include <immintrin.h>
 
-#include "quantize_rows.h"
+#include "quantize_groups.h"
 
 namespace ktplan {
 namespace {
@@ -36,10 +36,27 @@ struct Avx512 {
   static F load_levels(const std::int8_t* x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)))); }
   static void store(F x, float* out) { _mm512_storeu_ps(out, x); }
   static void store_levels(F x, std::int8_t* out) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x))); }
+  static __m512i nibble(const float* level, unsigned shift) {
+    return _mm512_slli_epi32(_mm512_and_si512(_mm512_cvtps_epi32(_mm512_loadu_ps(level)), _mm512_set1_epi32(15)), shift);
+  }
+  // Four bytes of 16 rows from their low and high levels, [4][16] each.
+  static void pack_nibbles(const float* low, const float* high, std::uint8_t* out) {
+    __m512i bytes = _mm512_setzero_si512();
+    for (unsigned i = 0; i < 4; ++i) bytes = _mm512_or_si512(bytes, _mm512_or_si512(nibble(low + 16 * i, 8 * i), nibble(high + 16 * i, 8 * i + 4)));
+    _mm512_storeu_si512(out, bytes);
+  }
   static F add(F x, F y) { return _mm512_add_ps(x, y); }
   static F sub(F x, F y) { return _mm512_sub_ps(x, y); }
   static F mul(F x, F y) { return _mm512_mul_ps(x, y); }
   static F min(F x, F y) { return _mm512_min_ps(x, y); }
+  static F max(F x, F y) { return _mm512_max_ps(x, y); }
+  static F div(F x, F y) { return _mm512_div_ps(x, y); }
+  static F greater(F x, F y, F yes, F no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), no, yes); }
+  static F round_bf16(F x) {
+    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
   static F abs(F x) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff))); }
   static F rint(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F floor(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
@@ -96,8 +113,8 @@ struct Avx512 {
 
 }  // namespace
 
-namespace avx512_vnni {
+namespace avx512 {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"avx512-vnni", &Quantizer<Avx512>::step};
-}  // namespace avx512_vnni
+const QuantizeTable kQuantize{&GroupQuantizer<Avx512>::step};
+}  // namespace avx512
 }  // namespace ktplan

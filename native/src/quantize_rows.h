@@ -299,7 +299,7 @@ struct Quantizer {
       const std::uint32_t most = largest(x, k);
       if (most >= 0x7f800000u) return false;
       const float scale = rule.rule == RowRule::kKt ? kt_row(x, k, rule.bits, s) : search_row(x, k, rule, float_of(most), s);
-      task.scale[row] = scale;
+      static_cast<float*>(task.scale)[row] = scale;
       task.errors[row] = row_error(x, k, rule.bits == 8 ? scale : scale * 16.0f, s.levels);
       std::uint8_t* bytes = s.step_rows + r * wide;
       if (rule.bits == 8) {

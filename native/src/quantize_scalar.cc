@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "quantize_rows.h"
+#include "quantize_groups.h"
 
 namespace ktplan {
 namespace {
@@ -51,10 +51,23 @@ struct Scalar {
   static void store_levels(const F& x, std::int8_t* out) {
     for (int i = 0; i < 16; ++i) out[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(x.v[i]));
   }
+  // Four bytes of 16 rows from their low and high levels, [4][16] each.
+  static void pack_nibbles(const float* low, const float* high, std::uint8_t* out) {
+    for (int b = 0; b < 4; ++b) {
+      for (int r = 0; r < 16; ++r) {
+        const auto down = static_cast<unsigned>(static_cast<int>(low[16 * b + r])) & 15u;
+        out[4 * r + b] = static_cast<std::uint8_t>(down | (static_cast<unsigned>(static_cast<int>(high[16 * b + r])) & 15u) << 4);
+      }
+    }
+  }
   static F add(const F& a, const F& b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
   static F sub(const F& a, const F& b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
   static F mul(const F& a, const F& b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
   static F min(const F& a, const F& b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+  static F max(const F& a, const F& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+  static F div(const F& a, const F& b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+  static F greater(const F& a, const F& b, const F& yes, const F& no) { return each([&](int i) { return a.v[i] > b.v[i] ? yes.v[i] : no.v[i]; }); }
+  static F round_bf16(const F& a) { return each([&](int i) { return float_of((bits_of(a.v[i]) + 0x7fffu + (bits_of(a.v[i]) >> 16 & 1u)) & 0xffff0000u); }); }
   static F abs(const F& a) { return each([&](int i) { return float_of(bits_of(a.v[i]) & 0x7fffffffu); }); }
   static F rint(const F& a) { return each([&](int i) { return std::nearbyintf(a.v[i]); }); }
   static F floor(const F& a) { return each([&](int i) { return std::floor(a.v[i]); }); }
@@ -90,6 +103,6 @@ struct Scalar {
 
 namespace scalar {
 extern const QuantizeTable kQuantize;
-const QuantizeTable kQuantize{"scalar", &Quantizer<Scalar>::step};
+const QuantizeTable kQuantize{&GroupQuantizer<Scalar>::step};
 }  // namespace scalar
 }  // namespace ktplan

@@ -17,9 +17,9 @@ def demo(cli: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> A
 
 def test_damage_grows_as_bits_shrink(demo: Any) -> None:
     formats = demo["formats"]
-    assert set(formats) == {"bf16", "INT8", "INT4-mse", "INT4-kt", "INT2"}
+    assert set(formats) == {"bf16", "INT8", "INT4", "INT4-row", "INT4-kt", "INT2"}
     kl = {name: row["kl"] for name, row in formats.items() if name != "bf16"}
-    assert kl["INT8"] < kl["INT4-mse"] < kl["INT4-kt"] < kl["INT2"]
+    assert kl["INT8"] < kl["INT4"] < kl["INT4-row"] < kl["INT4-kt"] < kl["INT2"]
     assert formats["INT8"]["top1_agreement"] >= 0.99
     assert formats["INT2"]["perplexity"] > 1.1 * formats["bf16"]["perplexity"]
 

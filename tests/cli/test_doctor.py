@@ -10,7 +10,7 @@ import pytest
 
 from ktplan.cli.doctor import Check, checks
 from ktplan.hardware import Gpu, NumaNode, detect
-from ktplan.kernels import Chosen, available_isas
+from ktplan.kernels import Chosen, available_isas, bf16_words, isa
 
 FAST = Chosen("avx512-vnni", "the best of this machine", (("amx-int8", "no amx_int8"),))
 
@@ -52,6 +52,19 @@ def test_missing_kernels_fail_and_say_what_to_do() -> None:
 
 def test_rejected_instruction_sets_come_with_their_reason() -> None:
     assert line(checks(detect(), FAST, None), "not amx-int8").value == "no amx_int8"
+
+
+def test_every_set_of_kernels_is_shown_with_what_it_is_to_this_machine() -> None:
+    """The one in use, those that could be asked for, those that cannot run and why; and what multiplies bfloat16."""
+    chosen = isa()
+    found = checks(detect(), chosen, None)
+    assert line(found, "kernels").value.startswith(f"{chosen.value}: ")
+    assert line(found, "bfloat16 experts").value == bf16_words(chosen.value)
+    lower = line(found, "lower kernels").value if chosen.value != "scalar" else ""
+    for name in ("amx-int8", "avx512-vnni", "avx-vnni", "avx512", "avx2", "scalar"):
+        rejected = any(check.what == f"not {name}" and check.value for check in found)
+        listed = name in lower.partition(" (")[0].split(", ")
+        assert [name == chosen.value, rejected, listed].count(True) == 1, name
 
 
 def test_several_numa_nodes_suggest_parts() -> None:

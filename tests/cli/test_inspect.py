@@ -15,9 +15,10 @@ def test_a_model_with_its_sizes_in_every_format(cli: Callable[..., Any]) -> None
     assert body["kind"] == "model" and body["expert_count"] == 64 and body["params_per_expert"] == 98_304
     sizes = body["bytes_per_expert"]
     assert sizes["bf16"] == 2 * 98_304
-    assert sizes["int8"] == 98_304 + 4 * (128 + 128 + 256)  # a byte a weight, a float32 scale a row
-    assert sizes["int4"] == 98_304 // 2 + 4 * (128 + 128 + 256)
-    assert body["experts_bytes"]["int8"] == 64 * sizes["int8"]
+    assert sizes["int8-row"] == 98_304 + 4 * (128 + 128 + 256)  # a byte a weight, a float32 scale a row
+    assert sizes["int4-row"] == 98_304 // 2 + 4 * (128 + 128 + 256)
+    assert sizes["int4-g32"] == 98_304 * 9 // 16
+    assert body["experts_bytes"]["int8-row"] == 64 * sizes["int8-row"]
 
 
 def test_the_table_is_for_people(cli: Callable[..., Any]) -> None:

@@ -137,11 +137,12 @@ def test_the_folder_holds_the_store_and_nothing_else(tiny: Path, tmp_path: Path)
 
 
 def test_the_command_reports_for_people_and_for_programs(cli: Callable[..., Any], tmp_path: Path) -> None:
-    text = cli("convert-cpu", "tiny", "-o", tmp_path / "a", "--bits", "4").ok()
-    assert "64 experts of tiny, int4-row, 1 NUMA part" in text.stdout
-    assert "mean 0.1" in text.stdout and "worst 0.1" in text.stdout
+    text = cli("convert-cpu", "tiny", "-o", tmp_path / "a").ok()
+    assert "64 experts of tiny, int4-g32, 1 NUMA part" in text.stdout
+    assert "mean 0.08" in text.stdout and "worst 0.0" in text.stdout
     assert "next: ktplan run" in text.stderr
-    body = cli("convert-cpu", "tiny", "-o", tmp_path / "b", "--numa-parts", "2", "--json", "-q").ok().json()
+    eight = ("--bits", "8", "--numa-parts", "2", "--json", "-q")
+    body = cli("convert-cpu", "tiny", "-o", tmp_path / "b", *eight).ok().json()
     assert (body["kind"], body["version"]) == ("convert-cpu-report", 1)
     assert (body["scheme"], body["rounding"], body["numa_parts"], body["experts"]) == (
         "int8-row",
@@ -282,6 +283,17 @@ def test_a_disk_that_is_too_small_is_told_with_the_numbers(
 # What an early end leaves behind.
 
 
+def test_a_memory_that_is_too_small_is_told_with_the_numbers(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktplan.convert import cpu
+
+    monkeypatch.setattr(cpu, "available_memory", lambda: 300 << 10)
+    with pytest.raises(DoesNotFit, match=r"needs .* of memory with 1 threads, 300 KiB are free"):
+        convert_cpu(open_source(tiny), tmp_path / "store", Scheme(8), threads=1)
+    assert not (tmp_path / "store").exists()
+
+
 def test_weights_that_are_not_finite_are_named_and_nothing_stays(tiny: Path, tmp_path: Path) -> None:
     def damage(weights: ExpertWeights) -> ExpertWeights:
         weights.up[17, 33] = np.nan
@@ -315,7 +327,7 @@ def test_a_disk_that_fills_up_gives_one_line_and_leaves_nothing(tiny: Path, tmp_
     )
     out = tmp_path / "store"
     done = subprocess.run(
-        [sys.executable, "-c", code, "convert-cpu", "tiny", "-o", str(out)],
+        [sys.executable, "-c", code, "convert-cpu", "tiny", "--bits", "8", "-o", str(out)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -370,7 +382,10 @@ def test_another_job_may_not_go_on_there(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         convert_cpu(Source(tiny, 1, 0, raising(KeyboardInterrupt())), out, Scheme(8))
     before = digests(out)
-    with pytest.raises(BadUsage, match=r"other arguments: --bits was 'int8-row', is 'int4-row' now"):
+    with pytest.raises(
+        BadUsage,
+        match=r"other arguments: --bits was 'int8-row', is 'int4-row' now",
+    ):
         convert_cpu(open_source(tiny), out, Scheme(4))
     with pytest.raises(BadUsage, match=r"--numa-parts was 1, is 2 now"):
         plan_cpu(open_source(tiny), out, Scheme(8), 2)
@@ -378,27 +393,31 @@ def test_another_job_may_not_go_on_there(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["publish", "index", "manifest"])
+@pytest.mark.parametrize(
+    "scheme", [Scheme(4, 32), Scheme(16, rounding="nearest")], ids=lambda scheme: scheme.name
+)
 def test_a_crash_in_the_last_moments_is_made_good(
-    moment: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: Scheme, moment: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL runs no cleaning up: simulated in a child that dies at that moment."""
     whole, out = tmp_path / "whole", tmp_path / "store"
-    convert_cpu(open_source(tiny), whole, Scheme(8))
+    convert_cpu(open_source(tiny), whole, scheme)
     patch = {
         "publish": "import ktplan.convert.cpu as c; c.write_index = lambda *a: os.kill(os.getpid(), 9)",
         "index": "import ktplan.store.manifest as m; m.write_json = lambda *a: os.kill(os.getpid(), 9)",
         "manifest": "import ktplan.convert.job as j; j.Journal.close = lambda self: os.kill(os.getpid(), 9)",
     }[moment]
+    options = ["--dtype", "bf16"] if scheme.bits == 16 else []
     code = f"import os, sys\n{patch}\nfrom ktplan.cli.main import main; main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", code, "convert-cpu", "tiny", "-q", "-o", str(out)], timeout=60
+        [sys.executable, "-c", code, "convert-cpu", "tiny", "-q", "-o", str(out), *options], timeout=60
     )
     assert done.returncode == -signal.SIGKILL
     if moment != "manifest":
         with pytest.raises(BadInput, match="unfinished"):
             ExpertStore.open(out)
     (out / ".store.json.123.part").write_text("half")
-    assert convert_cpu(open_source(tiny), out, Scheme(8)).resumed == 4
+    assert convert_cpu(open_source(tiny), out, scheme).resumed == 4
     assert digests(out) == digests(whole)
 
 
@@ -418,7 +437,7 @@ def test_two_conversions_cannot_write_to_one_folder(tiny: Path, tmp_path: Path) 
     out = tmp_path / "store"
 
     def second(weights: ExpertWeights) -> ExpertWeights:
-        with pytest.raises(BadUsage, match="another conversion is writing"):
+        with pytest.raises(BadUsage, match="another ktplan is writing"):
             convert_cpu(open_source(tiny), out, Scheme(8))
         return weights
 
@@ -440,7 +459,7 @@ def test_a_signal_ends_the_command_with_130_and_one_line(name: str, tmp_path: Pa
         "from ktplan.cli.main import main; main(sys.argv[1:])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "convert-cpu", "tiny", "-o", str(out)],
+        [sys.executable, "-c", code, "convert-cpu", "tiny", "--bits", "8", "-o", str(out)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -481,6 +500,8 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         )
         peak[layers] = int(done.stdout.splitlines()[-1]) * 1024
     assert peak[8] - peak[1] < 24 * 2**20  # the experts grew by 168 MiB
+    threads = len(os.sched_getaffinity(0))
+    assert peak[8] <= 2**30 + 3 * (3 * 512 * 512 * 4) * threads
 
 
 def test_a_write_error_of_another_kind_names_the_file(

@@ -19,19 +19,23 @@ from ktplan.store import ExpertStore
 
 
 @pytest.fixture(scope="module")
-def model(family_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide_model(tmp_path_factory.mktemp("model") / "wide")
+
+
+def wide_model(folder: Path, width: int = 384) -> Path:
     """Experts wide enough for six parts in INT8 and three in INT4."""
     import json
 
-    folder = tmp_path_factory.mktemp("model")
+    folder.mkdir()
     config = {
         "model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 3, "num_experts_per_tok": 2,
-        "hidden_size": 128, "moe_intermediate_size": 384, "num_attention_heads": 4, "vocab_size": 8,
+        "hidden_size": 128, "moe_intermediate_size": width, "num_attention_heads": 4, "vocab_size": 8,
         "max_position_embeddings": 64,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     values = np.random.default_rng(5)
-    shapes = {"gate": (384, 128), "up": (384, 128), "down": (128, 384)}
+    shapes = {"gate": (width, 128), "up": (width, 128), "down": (128, width)}
     tensors = {
         f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight": values.standard_normal(
             shape, np.float32

@@ -79,7 +79,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
 
 def convert(model: Path, out: Path) -> Any:
     return convert_cpu(
-        open_source(model), out, Scheme(4), threads=2, arguments=Arguments(model_path=str(model))
+        open_source(model), out, Scheme(4, 32), threads=2, arguments=Arguments(model_path=str(model))
     )
 
 
@@ -311,7 +311,11 @@ def test_resuming_with_other_arguments_is_refused_by_their_names(
     out = tmp_path / "store"
     stopped_by_command(model, out)
     before = digests(out)
-    cli("convert-cpu", "--resume", out, "--bits", "8").refused(2, "--bits was 'int4-row', is 'int8-row' now")
+    cli("convert-cpu", "--resume", out, "--bits", "8").refused(2, "--bits was 'int4-g32', is 'int8-row' now")
+    cli("convert-cpu", "--resume", out, "--group-size", "64").refused(
+        2, "--group-size was 'int4-g32', is 'int4-g64' now"
+    )
+    cli("convert-cpu", "--resume", out, "--dtype", "bf16").refused(2, "--bits 4 has nothing to decide")
     cli("convert-cpu", "--resume", out, "--rounding", "kt").refused(2, "--rounding was 'mse', is 'kt' now")
     cli("convert-cpu", tiny, "--resume", out).refused(2, "MODEL was")
     cli("convert-cpu", "--resume", out, "-o", tmp_path / "x").refused(2, "-o", "leave out -o")

@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktplan import kernels
+from ktplan.kernels import Activation
+
+from .formats import ACTIVATIONS, in_torch, same_bits
 
 ISAS = kernels.available_isas()
 LIMIT = {8: 127, 16: 32639}
@@ -19,19 +22,29 @@ def floats(bits: list[int]) -> np.ndarray:
     return np.array(bits, np.uint32).view(np.float32)[None]
 
 
-def same_bits_or_nan(a: np.ndarray, b: np.ndarray) -> None:
-    np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
-    kept = ~np.isnan(a)
-    np.testing.assert_array_equal(a[kept].view(np.uint32), b[kept].view(np.uint32))
-
-
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@settings(max_examples=40, deadline=None)
 @given(gate=st.lists(patterns, min_size=32, max_size=32), up=st.lists(patterns, min_size=32, max_size=32))
-def test_swiglu_is_the_same_bits_for_any_floats(gate: list[int], up: list[int]) -> None:
+def test_activations_are_the_same_bits_for_any_floats(
+    activation: Activation, gate: list[int], up: list[int]
+) -> None:
     """NaN, infinities, denormals and both zeros included."""
-    reference = kernels.activate(floats(gate), floats(up), isa="scalar")
+    reference = kernels.activate(floats(gate), floats(up), isa="scalar", activation=activation)
     for isa in ISAS:
-        same_bits_or_nan(kernels.activate(floats(gate), floats(up), isa=isa), reference)
+        same_bits(kernels.activate(floats(gate), floats(up), isa=isa, activation=activation), reference, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations_are_torchs_in_float64(isa: str, activation: Activation) -> None:
+    """Within a few units in the last place of the larger of 1 and the gate; GELU's error function is good to 1.5e-7."""
+    import torch
+
+    gate = np.linspace(-30, 30, 16 * 4096, dtype=np.float32)[None]
+    up = np.random.default_rng(4).uniform(-3, 3, gate.shape).astype(np.float32)
+    exact = in_torch(activation, *(torch.from_numpy(x).double() for x in (gate, up))).numpy()
+    ours = kernels.activate(gate, up, isa=isa, activation=activation)
+    assert np.all(np.abs(ours - exact) <= 3e-7 * np.maximum(1, np.abs(gate)) * (1 + np.abs(up)))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -59,7 +72,7 @@ def test_rounding_to_bfloat16_is_to_nearest_even(bits: list[int]) -> None:
     rounded = ((word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)[None]
     for isa in ISAS:
         ours = kernels.round_bf16(x, isa=isa)
-        same_bits_or_nan(ours, np.where(np.isnan(x), x, rounded))
+        same_bits(ours, np.where(np.isnan(x), x, rounded))
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -111,14 +111,16 @@ def test_integer_products_are_exact_on_every_instruction_set(
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("activation_bits", [16, 8])
-def test_the_largest_sums_do_not_overflow(bits: int, activation_bits: int) -> None:
-    """Every level and every activation at its extreme, over the widest K of today's models."""
-    columns = 18432
+@pytest.mark.parametrize("columns", [18432, 65536])
+def test_the_largest_sums_do_not_overflow(bits: int, activation_bits: int, columns: int) -> None:
+    """Every level and every activation at its extreme, over the widest K of today's models and of the layout."""
     top = 127 if bits == 8 else 7
     levels = np.full((32, columns), top, np.int8)
     levels[1::2] = -top
+    levels[::4] = -top - 1
     x = np.ones((3, columns), np.float32)
     x[1] = -1
+    x[2, ::2] = -1
     for isa in ISAS:
         activations, _ = kernels.quantize_rows(x, activation_bits, isa=isa)
         exact = activations.astype(np.int64) @ (levels.astype(np.int64) * (16 if bits == 4 else 1)).T

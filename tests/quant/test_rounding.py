@@ -169,7 +169,16 @@ def test_schemes_have_names_and_impossible_ones_are_refused() -> None:
         Scheme(3)
     with pytest.raises(BadUsage, match="no 2-bit format"):
         Scheme(2, rounding="kt")
-    with pytest.raises(BadUsage, match="groups of 128"):
-        Scheme(4, group=128)  # type: ignore[arg-type]
+    assert [Scheme(4, group).name for group in (32, 64, 128)] == ["int4-g32", "int4-g64", "int4-g128"]
+    assert Scheme(16, rounding="nearest").name == "bf16"
+    for impossible, words in (
+        ({"bits": 4, "group": 16}, "groups of 16 weights"),
+        ({"bits": 8, "group": 32}, "8 bits have no scales for groups of 32"),
+        ({"bits": 4, "group": 32, "rounding": "kt"}, "one scale for each row, so groups of 32"),
+        ({"bits": 16}, "16 bits cannot have rounding 'mse'"),
+        ({"bits": 4, "rounding": "nearest"}, "4 bits cannot have rounding 'nearest'"),
+    ):
+        with pytest.raises(BadUsage, match=words):
+            Scheme(**impossible)
     with pytest.raises(BadUsage, match="'rtn' is not known"):
         Scheme(4, rounding="rtn")  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def hybrid() -> Callable[[str], Rules]:
         return Rules(
             (
                 Rule(
-                    match=Match(name=r"\.mlp\.experts$"),
+                    match=Match(name=r"\.experts$"),
                     replace=Replace(class_name=HYBRID, kwargs={"gpu_experts": experts}),
                     recursive=False,
                 ),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ktplan import network
 from ktplan.errors import BadInput, DoesNotFit
 from ktplan.model import ExpertWeights, open_source
+from ktplan.model.source import Biases
 from ktplan.network import torch_threads
 from ktplan.rules import Rules
 from ktplan.runtime.device_experts import DeviceExperts
@@ -22,11 +23,15 @@ from ktplan.runtime.loader import build, check_memory, open_sources, prepare
 from ktplan.runtime.moe import DECODE, PREFILL, HybridExperts, RouteCounters
 from ktplan.store import ExpertStore
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "olmoe")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "olmoe", "gpt_oss", "gemma4_text")
 IDS = torch.tensor([[11, 48, 200, 7, 7, 96, 131, 5, 255, 64, 32, 16]])
 EXACT = 1e-5  # relative, float32 summed in another order
-SIXTEEN_BITS = 2e-4  # the engine's 16-bit activations
+SIXTEEN_BITS = 3e-4  # the engine's 16-bit activations
 BLOCK = 128
+
+
+def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * up
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -56,6 +61,9 @@ class FromStore:
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         return self._store.expert(layer, expert)
+
+    def expert_biases(self, layer: int, expert: int) -> Biases:
+        return Biases(None, None, None)  # transformers' module keeps its own
 
 
 def dequantized(path: Path, store: Path) -> Any:
@@ -120,7 +128,7 @@ def test_placement_does_not_change_the_result(
                 experts=module.place.experts,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
-                activation=torch.nn.functional.silu,
+                gate=silu_gate,
             )
         assert relative(logits(network_.model), expected) <= SIXTEEN_BITS
 
@@ -137,7 +145,7 @@ def random_layer(
         down[held].to(dtype),
         ids=held,
         experts=8,
-        activation=torch.nn.functional.silu,
+        gate=silu_gate,
     )
     return experts, gate_up, down
 
@@ -198,7 +206,7 @@ def layer_of_two_sides(gpu: Sequence[int], store: Path, tiny: Path, counters: Ro
             experts=16,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            activation=torch.nn.functional.silu,
+            gate=silu_gate,
         )
     cpu = None
     if place.cpu:

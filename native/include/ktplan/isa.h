@@ -32,9 +32,9 @@ struct TileState {
 };
 const TileState& tile_state();
 
-// Whether a trap handler of the tests executes such instructions: it says so itself (amx_trap_active), or the
+// Whether a trap handler of the tests executes AMX and AVX-VNNI instructions: it says so itself (amx_trap_active), or the
 // environment does (KTPLAN_AMX_EMULATED=1). May change while the process runs.
-bool tiles_emulated();
+bool trap_executes();
 
 // A set of kernels, whether this machine can run it, and why not.
 struct Candidate {

@@ -11,8 +11,12 @@ namespace ktplan::avx2 {
 extern const KernelTable kTable;
 }
 namespace ktplan::avx512 {
+extern const KernelTable kTable;
 extern const FormatKernels kBf16;       // float32 arithmetic
 extern const FormatKernels kBf16Pairs;  // vdpbf16ps; needs avx512_bf16
+}
+namespace ktplan::avx_vnni {
+extern const KernelTable kTable;
 }
 namespace ktplan::avx512_vnni {
 extern const KernelTable kTable;
