@@ -1,289 +1,188 @@
-"""One MoE layer: ktplan's kernels against torch's bf16 experts, side by side in one process.
+"""One MoE layer: ktplan against kt-kernel, ggml and torch, side by side, and against the limits of the machine.
 
-    python benchmarks/layer_forward.py --shape qwen3-30b --tokens 1 4 16 64 256 --threads 2 --json result.json
+    python benchmarks/layer_forward.py --json layer.json                 # everything; about 15 minutes, quiet machine
+    python benchmarks/layer_forward.py --json layer.json --shape dsv3 --tokens 1 4 --engine ours kt
+    python benchmarks/layer_forward.py --json layer.json --bars          # what was reached, from the file alone
 
-Weights are random and larger than any cache; tokens are routed at random, at one token so that no expert comes back
-before all the others were read. The candidates take turns in blocks of about a fifth of a second; a block counts as
-quiet when other processes used at most 8 % of the machine in it, and medians are over quiet blocks (over all, marked
-"~", where too few were). With one thread, a busy block counts by the processor time it took (marked "c"). Bandwidth is
-measured over the very same packed weights, between the blocks.
+A layer is routed experts only: gate, up, SiLU x up, down, weighted sum. Weights are random and larger than any cache;
+tokens are routed at random, one token so that no expert comes back before all the others were read. Each engine runs in
+a process of its own and takes turns, in blocks of `--seconds`, with ktplan's in the format that compares with it; a
+block counts as quiet when other processes took at most 8 % of the machine in it. Times are medians over quiet blocks;
+"~": over all, because fewer than three were quiet; "c": the same with one thread, by processor time. "of limit" is the
+least time by reading (m; measured over the same weights, between the blocks) or by arithmetic (c; a loop of the
+fastest instruction) over the time taken. Peers may live in other environments: --kt-python, --ggml-python.
+With --json, points already in the file are not taken again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
+import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
+from peers.bars import verdicts
+from peers.ours import FORMATS
+from peers.results import HEADER, Point, Results
+from peers.session import PEERS, EngineFailed, Peer, Worker, lacks
+from side_by_side import SHAPES
 
 from ktplan import hardware, kernels
 
-SHAPES = {  # hidden, intermediate, experts, top-k
-    "qwen3-30b": (2048, 768, 128, 8),
-    "dsv2-lite": (2048, 1408, 64, 6),
-    "dsv3": (7168, 2048, 32, 8),
-}
-BLOCK_SECONDS = 0.2
-OTHERS = 0.08
+TOKENS = (1, 4, 16, 32, 64, 256, 1024)
 
 
-@dataclass
-class Series:
-    """Seconds a call, block by block."""
-
-    busy_mark: str
-    quiet: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.quiet if len(self.quiet) >= 3 else self.quiet + self.busy)
-
-    @property
-    def mark(self) -> str:
-        return "" if len(self.quiet) >= 3 else self.busy_mark
+def rounds(tokens: int, given: int | None) -> int:
+    return given or (5 if tokens <= 64 else 3 if tokens <= 256 else 2)
 
 
-def machine_ticks() -> tuple[float, float]:
-    """(processor seconds used by everyone, by this process)."""
-    fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    used = sum(fields) - fields[3] - fields[4]
-    return used / os.sysconf("SC_CLK_TCK"), time.process_time()
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def block(call: Callable[[], None], series: Series, cores: int) -> None:
-    """Runs `call` for a block and files its mean time."""
-    time.sleep(0.02)  # the other candidate's threads stop spinning
-    call()
-    all_before, own_before = machine_ticks()
-    start = time.perf_counter()
-    calls = 0
-    while (elapsed := time.perf_counter() - start) < BLOCK_SECONDS or calls < 3:
-        call()
-        calls += 1
-    elapsed = time.perf_counter() - start
-    all_after, own_after = machine_ticks()
-    others = max(0.0, (all_after - all_before) - (own_after - own_before)) / elapsed / cores
-    if others <= OTHERS:
-        series.quiet.append(elapsed / calls)
-    else:
-        series.busy.append((own_after - own_before if series.busy_mark == "c" else elapsed) / calls)
+def table(rows: list[list[str]], header: tuple[str, ...]) -> None:
+    widths = [max(len(row[i]) for row in [list(header), *rows]) for i in range(len(header))]
+    for row in (list(header), ["-" * width for width in widths], *rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
 
 
-class Routing:
-    """Endless random routings of a number of tokens; one token walks through all experts before any comes back."""
-
-    def __init__(self, tokens: int, experts: int, top_k: int, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self.calls = []
-        for _ in range(16):
-            order = rng.permutation(experts)
-            if tokens == 1:
-                rows = [order[i : i + top_k][None] for i in range(0, experts - top_k + 1, top_k)]
-            else:
-                rows = [np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)])]
-            self.calls += [r.astype(np.int64) for r in rows]
-        self.next = 0
-
-    def __call__(self) -> np.ndarray:
-        self.next += 1
-        return self.calls[self.next % len(self.calls)]
-
-
-def packed_layer(
-    shape: tuple[int, int, int, int], bits: int, rng: np.random.Generator
-) -> list[kernels.PackedExpert]:
-    hidden, inter, experts, _ = shape
-    size = hidden * inter * bits // 8
-    memory = rng.integers(0, 256, experts * 3 * size, np.uint8)  # one stretch, as a mapped file is
-    scales = np.full(max(hidden, inter), 1e-4, np.float32)
-
-    def expert(e: int) -> kernels.PackedExpert:
-        gate, up, down = (memory[(3 * e + i) * size : (3 * e + i + 1) * size] for i in range(3))
-        return kernels.PackedExpert(gate, scales[:inter], up, scales[:inter], down, scales[:hidden])
-
-    return [expert(e) for e in range(experts)]
-
-
-def torch_layer(shape: tuple[int, int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden, inter, experts, _ = shape
-    gate_up = torch.empty(experts, 2 * inter, hidden, dtype=torch.bfloat16).normal_(0, 0.02)
-    down = torch.empty(experts, hidden, inter, dtype=torch.bfloat16).normal_(0, 0.02)
-    return gate_up, down
-
-
-@torch.no_grad()
-def torch_forward(
-    weights: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor
-) -> torch.Tensor:
-    """As transformers runs experts: a loop over those that were hit."""
-    gate_up, down = weights
-    out = torch.zeros_like(x)
-    for expert in torch.unique(ids).tolist():
-        token, choice = torch.where(ids == expert)
-        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, down[expert]) * w[token, choice, None]
-        out.index_add_(0, token, y.to(out.dtype))
-    return out
-
-
-def candidates(
-    shape: tuple[int, int, int, int], layers: int, pool: kernels.Pool, tokens: int, made: dict[object, object]
-) -> Iterator[tuple[str, Callable[[], None]]]:
-    hidden, inter, experts, top_k = shape
-    rng = np.random.default_rng(7)
-    x = rng.standard_normal((tokens, hidden), np.float32)
-    w = np.full((tokens, top_k), 1 / top_k, np.float32)
-    x16 = torch.from_numpy(x).bfloat16()
-    w16 = torch.from_numpy(w).bfloat16()
-    for bits, activation_bits in ((8, 16), (8, 8), (4, 16), (4, 8)):
-        stack = made[(bits, activation_bits)]
-        routing, out = Routing(tokens, experts, top_k, 1), np.empty((tokens, hidden), np.float32)
-        counter = iter(range(1 << 60))
-
-        def call(stack=stack, routing=routing, out=out, counter=counter) -> None:
-            stack[next(counter) % layers].forward(x16, routing(), w, out)
-
-        yield f"int{bits} a{activation_bits}", call
-    if "torch" in made:
-        routing_t = Routing(tokens, experts, top_k, 1)
-        counter_t = iter(range(1 << 60))
-
-        def call_torch() -> None:
-            torch_forward(made["torch"][next(counter_t) % layers], x16, torch.from_numpy(routing_t()), w16)
-
-        yield "torch bf16", call_torch
-
-
-def hit_bytes(shape: tuple[int, int, int, int], tokens: int, bits: int) -> float:
-    """Mean bytes of the distinct experts' weights a call."""
-    hidden, inter, experts, top_k = shape
-    routing = Routing(tokens, experts, top_k, 1)
-    hit = statistics.mean(len(np.unique(r)) for r in routing.calls)
-    return hit * 3 * hidden * inter * bits / 8
-
-
-def measure(args: argparse.Namespace, name: str) -> dict[str, object]:
-    shape = SHAPES[name]
-    pool = kernels.Pool(args.threads)
-    rng = np.random.default_rng(0)
-    made: dict[object, object] = {}
-    for bits in (8, 4):
-        packed = [packed_layer(shape, bits, rng) for _ in range(args.layers)]
-        for activation_bits in (16, 8):
-            made[(bits, activation_bits)] = [
-                kernels.ExpertLayer(
-                    [p],
-                    hidden=shape[0],
-                    intermediate=shape[1],
-                    bits=bits,
-                    threads_pool=pool,
-                    isa=args.isa,
-                    activation_bits=activation_bits,
+def take_limits(args: argparse.Namespace, results: Results, shape: str) -> None:
+    """Peaks and read bandwidth, with one thread and with all."""
+    form = args.format[0]
+    for threads in sorted({1, args.threads}):
+        if f"int8 {threads}" in results.limits:
+            continue
+        ours = Worker(sys.executable, "ours", form, shape, threads)
+        with contextlib.closing(ours):
+            for kind in ("int8", "bf16", "fp32"):
+                results.limits[f"{kind} {threads}"] = ours.ask(limit=kind)
+            for _ in range(5):
+                results.add(
+                    Point(shape, 0, threads, f"read {form}"), ours.block(0, args.seconds, f"{form} read")
                 )
-                for p in packed
-            ]
-    if not args.no_torch:
-        made["torch"] = [torch_layer(shape) for _ in range(args.layers)]
-    rows = []
-    for tokens in args.tokens:
-        mark = "c" if args.threads == 1 else "~"
-        series: dict[str, Series] = {}
-        bandwidth: dict[int, Series] = {8: Series(mark), 4: Series(mark)}
-        runs = list(candidates(shape, args.layers, pool, tokens, made))
-        for _ in range(args.rounds):
-            for label, call in runs:
-                block(call, series.setdefault(label, Series(mark)), os.cpu_count() or 1)
-            for bits, read in bandwidth.items():
-                layer = made[(bits, 16)][0]
-                block(lambda layer=layer: layer.read(), read, os.cpu_count() or 1)
-        rows.append(row(shape, tokens, series, bandwidth, made))
-        show(name, rows[-1])
-    return {"shape": name, "rows": rows}
+        results.save()
 
 
-def row(
-    shape: tuple[int, int, int, int],
-    tokens: int,
-    series: dict[str, Series],
-    bandwidth: dict[int, Series],
-    made: dict[object, object],
-) -> dict[str, object]:
-    hidden, inter, _, top_k = shape
-    operations = 2 * 3 * hidden * inter * tokens * top_k
-    out: dict[str, object] = {"tokens": tokens, "candidates": {}}
-    base = series.get("torch bf16")
-    for label, s in series.items():
-        entry = {
-            "ms": s.seconds * 1e3,
-            "mark": s.mark,
-            "gops": operations / s.seconds / 1e9,
-            "blocks": [*s.quiet, *s.busy],
-        }
-        if label.startswith("int"):
-            bits = int(label[3])
-            read = made[(bits, 16)][0].read() / bandwidth[bits].seconds
-            rate = hit_bytes(shape, tokens, bits) / s.seconds
-            entry |= {"bytes_per_s": rate, "of_read": rate / read, "read_bytes_per_s": read}
-        if base is not None:
-            entry["times_torch"] = base.seconds / s.seconds
-        out["candidates"][label] = entry
-    return out
+def take_turns(
+    args: argparse.Namespace, results: Results, shape: str, ours: Worker, peer: Peer | None, form: str
+) -> None:
+    """Our format, and the peer if there is one, for every number of tokens."""
+    threads = args.threads
+    wanted = [t for t in args.tokens if peer is None or t <= peer.most_tokens]
+    left = [
+        t
+        for t in wanted
+        if not (peer and Point(shape, t, peer.threads or threads, peer.name) in results.points)
+    ]
+    if peer is None:
+        left = [t for t in wanted if Point(shape, t, threads, f"ktplan {form} a8") not in results.points]
+    if not left:
+        return
+    theirs = None
+    if peer is not None:
+        try:
+            theirs = Worker(
+                args.python[peer.engine], peer.engine, peer.format, shape, peer.threads or threads
+            )
+        except EngineFailed as failure:
+            note(f"{peer.name} does not run {shape}: {failure}")
+            return
+        results.bytes[peer.name] = theirs.bytes_per_weight
+    with contextlib.closing(theirs) if theirs else contextlib.nullcontext():
+        for tokens in left:
+            begun = time.perf_counter()
+            for _ in range(rounds(tokens, args.rounds)):
+                if theirs is not None and peer is not None:
+                    point = Point(shape, tokens, peer.threads or threads, peer.name)
+                    results.add(point, theirs.block(tokens, args.seconds))
+                    time.sleep(0.08)  # some engines' threads spin for 50 ms
+                for bits in ("a16", "a8"):
+                    mine = Point(shape, tokens, threads, f"ktplan {form} {bits}")
+                    results.add(mine, ours.block(tokens, args.seconds, f"{form} {bits}"))
+                if tokens <= 4:
+                    reading = Point(shape, tokens, threads, f"read {form}")
+                    results.add(reading, ours.block(tokens, args.seconds, f"{form} read"))
+            results.save()
+            name = peer.name if peer else f"ktplan {form} alone"
+            note(f"{shape}, {tokens} tokens, {name}: {time.perf_counter() - begun:.1f} s")
 
 
-def show(name: str, entry: dict[str, object]) -> None:
-    for label, c in entry["candidates"].items():
-        cells = [
-            name,
-            f"{entry['tokens']:4d}",
-            f"{label:10s}",
-            f"{c['ms']:9.3f}{c['mark']:1s} ms",
-            f"{c['gops']:6.1f} GOP/s",
-        ]
-        if "times_torch" in c:
-            cells.append(f"{c['times_torch']:5.2f} x torch")
-        if "of_read" in c:
-            cells.append(f"{c['bytes_per_s'] / 1e9:5.1f} GB/s")
-            cells.append(f"{c['of_read'] * 100:5.1f} % of {c['read_bytes_per_s'] / 1e9:.1f} GB/s read")
-        print("| " + " | ".join(cells) + " |", flush=True)
+def measure(args: argparse.Namespace, results: Results, shape: str) -> None:
+    peers = [p for p in PEERS if p.engine in args.python and p.against in args.format]
+    take_limits(args, results, shape)
+    ours = Worker(sys.executable, "ours", ",".join(args.format), shape, args.threads)
+    with contextlib.closing(ours):
+        for form in args.format:
+            for peer in [p for p in peers if p.against == form] or [None]:
+                try:
+                    take_turns(args, results, shape, ours, peer, form)
+                except EngineFailed as failure:
+                    note(f"{peer.name if peer else form}: {failure}")
 
 
-def main() -> None:
+def report(args: argparse.Namespace, results: Results) -> None:
+    print(results.machine.get("words", ""))
+    for name, limit in sorted(results.limits.items()):
+        kind, threads = name.split()
+        print(f"{kind}, {threads} threads: {limit['rate'] / 1e9:.0f} GOP/s ({limit['name']})")
+    for shape in args.shape:
+        for form in args.format:
+            for threads in sorted({1, args.threads}):
+                rate = results.read_rate(shape, threads, form)
+                if rate:
+                    print(f"reading {shape}'s {form} weights, {threads} threads: {rate / 1e9:.1f} GB/s")
+    if args.bars:
+        table(
+            list(verdicts(results, args.shape, args.threads)),
+            ("shape", "activations", "what", "bar", "is", ""),
+        )
+    else:
+        table(list(results.rows(args.shape, args.tokens, args.threads)), HEADER)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", nargs="+", default=["qwen3-30b", "dsv2-lite"], choices=sorted(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256])
-    parser.add_argument("--threads", type=int, default=hardware.usable_cores().usable)
-    parser.add_argument("--layers", type=int, default=2, help="layers of weights to rotate over")
-    parser.add_argument("--rounds", type=int, default=9, help="blocks of each candidate")
-    parser.add_argument("--isa", default=None)
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    machine = hardware.detect()
-    chosen = kernels.isa(args.isa)
-    print(
-        f"{machine.cpu_name}, {args.threads} threads, {chosen.value} ({chosen.why}), torch {torch.__version__}",
-        flush=True,
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument(
+        "--format", nargs="+", default=["int8", "int4", "int4-g32", "bf16"], choices=list(FORMATS)
     )
-    results = [measure(args, name) for name in args.shape]
-    if args.json:
-        args.json.write_text(
-            json.dumps(
-                {"cpu": machine.cpu_name, "isa": chosen.value, "threads": args.threads, "results": results},
-                indent=1,
-            )
-        )
+    parser.add_argument("--engine", nargs="+", default=["ours", "kt", "ggml", "torch"])
+    parser.add_argument("--threads", type=int, default=hardware.usable_cores().usable)
+    parser.add_argument("--rounds", type=int, help="blocks of each; default 5, and fewer with many tokens")
+    parser.add_argument("--seconds", type=float, default=0.12, help="of a block, at least")
+    parser.add_argument("--kt-python", default=sys.executable, help="a Python that has kt-kernel")
+    parser.add_argument("--ggml-python", default=sys.executable, help="a Python that has llama-cpp-python")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has torch")
+    parser.add_argument("--bars", action="store_true", help="say what is reached, from what the file has")
+    parser.add_argument("--json", type=Path, help="where points are kept")
+    args = parser.parse_args()
+    pythons = {"kt": args.kt_python, "ggml": args.ggml_python, "torch_experts": args.torch_python}
+    args.python = {}
+    for engine, python in pythons.items():
+        if args.bars or engine.removesuffix("_experts") not in args.engine:
+            continue
+        command = lacks(python, engine)
+        if command is None:
+            args.python[engine] = python
+        else:
+            note(f"without {engine.removesuffix('_experts')}, which {python} does not have: {command}")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    results = Results(args.json)
+    if not args.bars:
+        chosen = kernels.isa()
+        words = f"{hardware.detect().cpu_name}, {args.threads} threads, {chosen.value} ({chosen.why})"
+        results.machine = {"words": words, "threads": args.threads, "isa": chosen.value}
+        for shape in args.shape:
+            measure(args, results, shape)
+    report(args, results)
 
 
 if __name__ == "__main__":

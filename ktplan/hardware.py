@@ -34,12 +34,14 @@ ISA_FLAGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cores:
-    """Processors by number. `usable` is how many threads can compute at full speed; `why` says how that came about."""
+    """Processors by number. `usable` is how many threads to take and `why` says how that came about; above `most`,
+    threads wait for each other."""
 
     logical: int
     physical: int
     allowed: int
     quota: float | None
+    most: int
     usable: int
     why: str
 
@@ -49,6 +51,17 @@ class NumaNode:
     index: int
     cpus: tuple[int, ...]
     memory_total: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CoreGroup:
+    """Physical cores of one NUMA node that the process may run on; each is the numbers of its processors, ascending.
+
+    `node` is None where the machine tells of no nodes.
+    """
+
+    node: int | None
+    cores: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +120,7 @@ def usable_cores(root: Path = Path("/")) -> Cores:
     to the rest of the program where that makes more than four.
     """
     cpus = root / "sys/devices/system/cpu"
-    allowed = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    allowed = _allowed()
     siblings = {cpu: _first_sibling(cpus, cpu) for cpu in allowed}
     physical = len(set(siblings.values()))
     quota = _quota(root)
@@ -117,6 +128,7 @@ def usable_cores(root: Path = Path("/")) -> Cores:
     if quota is not None and quota < threads:
         threads = max(1, int(quota))
         why = f"processor quota of {quota:g}"
+    most = threads
     if threads > 4:
         threads -= 1
         why += ", one left to the rest of the program"
@@ -127,9 +139,35 @@ def usable_cores(root: Path = Path("/")) -> Cores:
         physical=len({_first_sibling(cpus, cpu) for cpu in logical}),
         allowed=len(allowed),
         quota=quota,
+        most=most,
         usable=threads,
         why=why,
     )
+
+
+def oversubscribed(threads: int) -> str | None:
+    """A warning for people where so many threads are more than the cores this process may use; None where not."""
+    cores = usable_cores()
+    if threads <= cores.most:
+        return None
+    return f"{threads} threads wait for each other on {cores.most} cores ({cores.why})"
+
+
+def core_groups(root: Path = Path("/")) -> tuple[CoreGroup, ...]:
+    """The cores this process may use, node by node; nodes without any are left out, as are those of memory alone."""
+    cpus = root / "sys/devices/system/cpu"
+    cores: dict[int, list[int]] = {}
+    for cpu in _allowed():
+        cores.setdefault(_first_sibling(cpus, cpu), []).append(cpu)
+    left = {core[0]: tuple(core) for core in cores.values()}
+    groups = []
+    for node in _numa_nodes(root):
+        mine = tuple(left.pop(cpu) for cpu in node.cpus if cpu in left)
+        if mine:
+            groups.append(CoreGroup(node.index, mine))
+    if left:
+        groups.append(CoreGroup(None, tuple(left.values())))
+    return tuple(groups)
 
 
 def detect(root: Path = Path("/")) -> Hardware:
@@ -205,6 +243,12 @@ def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
+def _allowed() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def _text(path: Path) -> str | None:
     try:
         return path.read_text(errors="replace")
@@ -250,7 +294,23 @@ def _quota(root: Path) -> float | None:
     quotas = [
         quota for text in _cgroup_values(root, "cpu.max") if (quota := parse_cpu_quota(text)) is not None
     ]
-    return min(quotas, default=None)
+    return min([*quotas, *_quotas_v1(root)], default=None)
+
+
+def _quotas_v1(root: Path) -> Iterable[float]:
+    """Of the older cgroups, where each controller has its own tree: `cpu.cfs_quota_us` is -1 without a limit."""
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / controllers
+        folder = top / path.lstrip("/")
+        while folder.is_relative_to(top):
+            quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            if quota and period and int(quota) > 0:
+                yield int(quota) / int(period)
+            folder = folder.parent
 
 
 def _memory_limit(root: Path) -> int | None:

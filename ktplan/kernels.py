@@ -10,21 +10,25 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ktplan import _native
 from ktplan.errors import BadInput, BadUsage, MachineLacks
-from ktplan.hardware import usable_cores
+from ktplan.hardware import CoreGroup, core_groups, usable_cores
 
 T = TypeVar("T")
 F32 = npt.NDArray[np.float32]
 Scales = F32 | npt.NDArray[np.uint16]
 Numerics = Literal["ktplan", "upstream"]
+Pin = Literal["core", "node", "none"]
+Memory = Literal["mapped", "moved", "copied"]
 
 ISA_VARIABLE = "KTPLAN_ISA"
+PIN_VARIABLE = "KTPLAN_PIN"
+MAX_GROUPS = 16
 SPIN_US = 100  # how long an idle thread waits awake: longer than the gap between two phases, far below a millisecond
 
 
@@ -111,21 +115,92 @@ def cpu_features() -> list[str]:
     return _native.cpu_features()
 
 
+class Limit(NamedTuple):
+    """A loop of one instruction in registers: its name, its numbers ("int8", "bf16", "fp32"), what it lacks here."""
+
+    name: str
+    kind: str
+    missing: str
+
+
+def limits() -> list[Limit]:
+    """Every loop of this build; those with nothing missing run here."""
+    return [Limit(*one) for one in _native.limits()]
+
+
+def run_limit(name: str, rounds: int, pool: Pool) -> int:
+    """Runs so many rounds of a loop on all threads and returns the multiplications and additions done.
+
+    Divided by the time they took: the most that this processor can do. Raises ValueError for loops that do not run.
+    """
+    return _native.run_limit(name, rounds, pool._native)
+
+
+class Place(NamedTuple):
+    """Where one thread belongs: its group, the processors it may run on (none: any), the node it prefers memory of."""
+
+    group: int
+    cpus: tuple[int, ...] = ()
+    node: int | None = None
+
+
+def places(groups: Sequence[CoreGroup], threads: int, pin: Pin) -> list[Place]:
+    """A place for each of `threads` threads, spread over the groups as their cores are.
+
+    "core": a thread owns one physical core; only where there is a core for each. "node": it stays on its node's cores
+    and the system moves it there. The first place is the calling thread's, which is pinned in no case.
+    """
+    if not groups or len(groups) > MAX_GROUPS:
+        groups = [CoreGroup(None, tuple(core for group in groups for core in group.cores))]
+    crowded = threads > sum(len(group.cores) for group in groups)
+    members = [0] * len(groups)
+    for _ in range(threads):
+        members[min(range(len(groups)), key=lambda g: members[g] / max(1, len(groups[g].cores)))] += 1
+    found = []
+    for g, (group, count) in enumerate((g, n) for g, n in zip(groups, members, strict=True) if n):
+        node = group.node if len(groups) > 1 else None
+        whole = tuple(sorted(cpu for core in group.cores for cpu in core))
+        for i in range(count):
+            own = group.cores[i] if pin == "core" and not crowded else whole
+            found.append(Place(g, () if pin == "none" else own, node))
+    return found
+
+
 class Pool:
-    """Threads that stay. The thread that calls `forward` is one of them, so `threads=2` starts one more."""
+    """Threads that stay. The thread that calls `forward` is one of them, so `threads=2` starts one more.
+
+    One group of threads a NUMA node: a part of a layer (or an expert, where there is one part) belongs to a group,
+    whose threads take it first. Threads of the pool stay on their node's cores and prefer its memory; `pin="core"`
+    gives each a core of its own instead (good where nothing else runs, bad where another program does), "none" leaves
+    them to the system. The environment's KTPLAN_PIN changes the default. The calling thread is left as it is.
+    """
 
     _default: Pool | None = None
 
-    def __init__(self, threads: int | None = None, *, spin_us: int = SPIN_US) -> None:
-        """`threads=None`: one a physical core that the process may use (one fewer above four)."""
-        if threads is None:
-            cores = usable_cores()
-            self.chosen = Chosen(cores.usable, cores.why)
-        else:
-            self.chosen = Chosen(threads, "asked for")
+    def __init__(
+        self,
+        threads: int | None = None,
+        *,
+        spin_us: int = SPIN_US,
+        pin: Pin | None = None,
+        groups: Sequence[CoreGroup] | None = None,
+    ) -> None:
+        """`threads=None`: one a physical core that the process may use (one fewer above four).
+
+        `groups` describes the machine; None reads it. Raises BadUsage for settings that do not exist.
+        """
+        self._cores = usable_cores()
+        self.chosen = (
+            Chosen(self._cores.usable, self._cores.why) if threads is None else Chosen(threads, "asked for")
+        )
         if not 1 <= self.chosen.value <= 1024:
             raise BadUsage(f"{self.chosen.value} threads asked for", hint="use 1 to 1024")
-        self._native = _native.Pool(self.chosen.value, spin_us)
+        self.pin: Pin = _pin(pin)
+        self.groups = tuple(core_groups() if groups is None else groups)
+        self.places = places(self.groups, self.chosen.value, self.pin)
+        self._native = _native.Pool(
+            [(p.group, list(p.cpus), -1 if p.node is None else p.node) for p in self.places], spin_us
+        )
 
     @classmethod
     def default(cls) -> Pool:
@@ -137,6 +212,41 @@ class Pool:
     @property
     def threads(self) -> int:
         return self._native.threads
+
+    @property
+    def taken(self) -> list[tuple[int, int]]:
+        """By thread: pieces of work taken of its own group and of the others', since the pool began."""
+        return self._native.taken
+
+    @property
+    def affinity(self) -> list[list[int]]:
+        """By thread: the processors it may run on; empty for the calling thread and before the first work."""
+        return self._native.affinity
+
+    @property
+    def troubles(self) -> list[str]:
+        """What the system refused to the threads, for people; the work is done all the same."""
+        found = []
+        if self._native.pin_error:
+            found.append(f"threads could not be pinned: {os.strerror(self._native.pin_error)}")
+        if self._native.policy_error:
+            found.append(
+                f"threads could not prefer their node's memory: {os.strerror(self._native.policy_error)}"
+            )
+        return found
+
+
+def _pin(wanted: Pin | None) -> Pin:
+    name, source = wanted, "asked for"
+    if name is None and os.environ.get(PIN_VARIABLE):
+        name, source = cast(Pin, os.environ[PIN_VARIABLE]), PIN_VARIABLE
+    if name is None:
+        return "node"
+    if name not in ("core", "node", "none"):
+        raise BadUsage(
+            f"threads cannot be pinned to {name!r} ({source})", hint="use 'core', 'node' or 'none'"
+        )
+    return name
 
 
 class PackedExpert(NamedTuple):
@@ -217,8 +327,16 @@ class ExpertLayer:
         isa: str | None = None,
         activation_bits: int = 16,
         numerics: Numerics = "ktplan",
+        memory: Memory = "mapped",
     ) -> None:
-        """Raises BadUsage for settings that do not exist, BadInput for arrays of other sizes, MachineLacks."""
+        """Raises BadUsage for settings that do not exist, BadInput for arrays of other sizes, MachineLacks.
+
+        `memory` is about the weights: "mapped" uses them where they lie and takes no memory of its own; "moved" asks
+        the system to move their pages to the nodes of the threads that use them; "copied" puts copies there in huge
+        pages, which takes their size once more (`copied_bytes`) and is for systems that map files in small pages.
+        """
+        if memory not in ("mapped", "moved", "copied"):
+            raise BadUsage(f"memory {memory!r} is not known", hint="use 'mapped', 'moved' or 'copied'")
         _check_settings(bits, group, activation_bits, numerics)
         _check_sizes(parts, hidden, intermediate, bits, group)
         self.hidden = hidden
@@ -253,6 +371,10 @@ class ExpertLayer:
             activation.limit,
         )
 
+        self.copied_bytes = self._native.copy() if memory == "copied" else 0
+        error = self._native.move() if memory == "moved" else 0
+        self.trouble = f"weights could not be moved to their nodes: {os.strerror(error)}" if error else None
+
     def forward(self, hidden: Any, top_k_index: Any, top_k_weights: Any, out: F32 | None = None) -> F32:
         """The weighted sum of the experts' outputs, float32 [tokens, hidden].
 
@@ -273,6 +395,11 @@ class ExpertLayer:
     def read(self) -> int:
         """Reads all weights once and returns their bytes: maps them into memory, and shows what memory alone costs."""
         return self._native.read()
+
+    def nodes(self) -> dict[int, int]:
+        """Pages of weights by NUMA node, of a sample; -1: not in memory. Empty where the system does not tell."""
+        found, error = self._native.nodes()
+        return {} if error else found
 
     def _output(self, hidden: Any, out: F32 | None) -> F32:
         if out is not None:

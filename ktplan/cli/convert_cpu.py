@@ -17,6 +17,7 @@ from ktplan.cli.options import (
     optional_model_argument,
     output_options,
     text_files,
+    warn_if_crowded,
 )
 from ktplan.cli.output import Output
 from ktplan.cli.store_format import chosen_scheme
@@ -132,6 +133,7 @@ def convert_cpu_command(
     if model is None or output is None:
         missing = "MODEL" if model is None else "-o"
         raise BadUsage(f"{missing} is missing", hint="ktplan convert-cpu MODEL -o STORE, or --resume DIR")
+    warn_if_crowded(threads, out)
     scheme = chosen_scheme(options)
     source = open_source(model)
     if options["target"] == "kt-kernel":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import TokenCount, dataset_option, model_argument, output_options
+from ktplan.cli.options import TokenCount, dataset_option, model_argument, output_options, warn_if_crowded
 from ktplan.cli.output import Output
 from ktplan.cli.run import placement_options, read_rules
 from ktplan.errors import BadUsage
@@ -141,6 +141,7 @@ def _measure(
     from ktplan.runtime.evaluate import Candidate, evaluate, model_logits
     from ktplan.runtime.loader import build, build_experts, mount
 
+    warn_if_crowded(threads, out)
     how: dict[str, Any] = {"threads": threads, "activation_bits": settings["activation_bits"]}
     loaded = build(prepared[0], **how, progress=out.progress())
     others = [build_experts(one, loaded.source, **how, progress=out.progress()) for one in prepared[1:]]

@@ -135,6 +135,15 @@ def text_files(option: str, names: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
+def warn_if_crowded(threads: int | None, out: Output) -> None:
+    """Tells when --threads asks for more than the cores there are; they would wait for each other."""
+    from ktplan.hardware import oversubscribed
+
+    warning = oversubscribed(threads) if threads else None
+    if warning:
+        out.warn(warning)
+
+
 def output_options(function: F) -> F:
     """Adds --json and -q; the command gets `out: Output`."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import output_options
+from ktplan.cli.options import output_options, warn_if_crowded
 from ktplan.cli.output import Output
 from ktplan.units import format_bytes, format_seconds
 
@@ -43,6 +43,7 @@ def repartition_command(
     from ktplan.convert.repartition import repartition
     from ktplan.store import ExpertStore
 
+    warn_if_crowded(threads, out)
     done = repartition(
         ExpertStore.open(store),
         output,

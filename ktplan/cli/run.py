@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ktplan.cli.options import ByteSize, model_argument, output_options
+from ktplan.cli.options import ByteSize, model_argument, output_options, warn_if_crowded
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
 from ktplan.rules import is_device, load
@@ -183,6 +183,7 @@ def _engine(prepared: Prepared, threads: int | None, activation_bits: int, out: 
     from ktplan.runtime.engine import start
     from ktplan.runtime.loader import build
 
+    warn_if_crowded(threads, out)
     tokenizer = network.tokenizer(prepared.sources.model)  # before the minutes that loading may take
     loaded = build(prepared, threads=threads, activation_bits=activation_bits, progress=out.progress())
     for note in loaded.notes[len(prepared.notes) :]:

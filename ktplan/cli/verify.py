@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import FiniteNumber, output_options
+from ktplan.cli.options import FiniteNumber, output_options, warn_if_crowded
 from ktplan.cli.output import Output
 from ktplan.errors import BadInput, KtplanError
 
@@ -50,6 +50,7 @@ def verify_command(
     source = None if against is None else open_source(locate(against))
     if opened.foreign:
         out.note(f"{store} was written by kt-kernel: there are no digests, and it does not name its model")
+    warn_if_crowded(threads, out)
     found = verify_store(opened, source, threads=threads or default_threads(), progress=out.progress())
     out.report("verify-report", _body(opened, found), lambda: _show(opened, found, out))
     if found.damages:

@@ -18,6 +18,7 @@ from ktplan.errors import BadInput
 from ktplan.model.header import read_header
 from ktplan.store.layout import U8, layout_for
 from ktplan.store.manifest import KIND, StoreFile, StoreManifest, StoreShape, tensor_name
+from ktplan.store.mapping import map_file
 
 _NAME = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(\d+)\.numa\.(\d+)\.(weight|scale)")
 _TREE_LAYER = re.compile(r"_layer_(\d+)")
@@ -57,7 +58,7 @@ def load_layer(folder: ForeignFolder, layer: int) -> dict[str, U8]:
     """The tensors of a layer by name: views of mapped files, or one block of memory that the files were read into."""
     blobs = folder.layers[layer]
     if folder.mapped:
-        maps = {file: np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray) for file in _files(blobs)}
+        maps = {file: map_file(file) for file in _files(blobs)}
         return {name: maps[blob.file][blob.start : blob.start + blob.bytes] for name, blob in blobs.items()}
     memory = np.empty(sum(blob.bytes for blob in blobs.values()), np.uint8)
     tensors: dict[str, U8] = {}

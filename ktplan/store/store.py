@@ -24,6 +24,7 @@ from ktplan.quant.stored import Stored, dequantize_stored
 from ktplan.store.foreign import ForeignFolder, find_foreign, load_layer
 from ktplan.store.layout import U8, Layout, unpack, unpack_bfloat16, unpack_scales
 from ktplan.store.manifest import JOB_FILE, MANIFEST_FILE, StoreFile, StoreManifest
+from ktplan.store.mapping import map_file
 
 _ALIGNMENT = 64  # bytes; what the kernels' loads ask for
 
@@ -194,7 +195,7 @@ class ExpertStore:
         path = self._path / file.name
         _check_size(path, file)
         found = read_header(path).tensors
-        mapped = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        mapped = map_file(path)
         tensors: dict[str, U8] = {}
         for tensor in self._manifest.shape.layer_tensors(layer):
             info = found.get(tensor.name)

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -18,7 +19,9 @@
 #include <string>
 
 #include "ktplan/isa.h"
+#include "ktplan/limits.h"
 #include "ktplan/moe.h"
+#include "ktplan/placing.h"
 #include "ktplan/quantize.h"
 #include "ktplan/threads.h"
 
@@ -73,6 +76,10 @@ Any array_from(nb::handle h, const std::string& name) {
     if (array.shape(i) != 1 && array.stride(i) != stride && array.size() != 0)
       wrong(name, "an array in C order (contiguous)", "one with gaps or another order");
     stride *= static_cast<std::int64_t>(array.shape(i));
+  }
+  const std::size_t unit = std::max<std::size_t>(1, array.itemsize());
+  if (array.size() != 0 && reinterpret_cast<std::uintptr_t>(array.data()) % unit != 0) {
+    wrong(name, "an array that begins at a multiple of " + std::to_string(unit) + " bytes", "one that begins in between");
   }
   return array;
 }
@@ -158,10 +165,15 @@ class LayerHandle {
     layer_.numerics = numerics_named(numerics);
     if (layer_.numerics == Numerics::kUpstream && activation_bits != 8)
       wrong("activation_bits", "8 with numerics 'upstream'", "16");
+    if (layer_.kernels->format(layer_.layout).projections(activation_bits).project == nullptr)
+      wrong("isa", "kernels for weights of this format", isa + ", which has none");
     check_width("hidden", hidden);
     if (parts.size() == 0) wrong("parts", "at least one part", "none");
     for (std::size_t p = 0; p < parts.size(); ++p) add_part(nb::cast<nb::list>(parts[p]), p);
   }
+
+  LayerHandle(const LayerHandle&) = delete;  // vectors of owners claim to be copyable
+  LayerHandle& operator=(const LayerHandle&) = delete;
 
   PreparedCall prepare(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) const {
     PreparedCall p{array_from<Array>(hidden, "hidden"),
@@ -200,9 +212,33 @@ class LayerHandle {
     forward(layer_, *pool_, prepared.call);
   }
 
-  std::size_t read() const {
+  std::size_t read() {
     const nb::gil_scoped_release unlocked;
     return read_weights(layer_, *pool_);
+  }
+
+  // Moves the weights to the nodes of the threads that use them; the errno of a failure.
+  int move() {
+    const nb::gil_scoped_release unlocked;
+    return move_weights(layer_, *pool_);
+  }
+
+  // Goes on with copies there; returns their bytes.
+  std::size_t copy() {
+    {
+      const nb::gil_scoped_release unlocked;
+      auto copies = copy_weights(layer_, *pool_);
+      copies_.swap(copies);
+    }
+    std::size_t bytes = 0;
+    for (const auto& memory : copies_) bytes += memory->bytes();
+    return bytes;
+  }
+
+  std::pair<std::map<int, std::size_t>, int> nodes() {
+    std::map<int, std::size_t> found;
+    const int error = weight_nodes(layer_, found);
+    return {found, error};
   }
 
   const Layer& layer() const { return layer_; }
@@ -287,6 +323,7 @@ class LayerHandle {
   Layer layer_{};
   std::shared_ptr<Pool> pool_;
   std::vector<Array> kept_;
+  std::vector<std::unique_ptr<NodeMemory>> copies_;
 };
 
 // A forward pass that runs on the pool's own threads. It keeps its arrays and its layer until it is done.
@@ -571,10 +608,37 @@ std::vector<std::tuple<bool, double, double>> pack_weights(const std::string& is
   return found;
 }
 
-std::shared_ptr<Pool> new_pool(int threads, int spin_us) {
-  if (threads < 1 || threads > 1024) wrong("threads", "1 to 1024", std::to_string(threads));
+std::vector<std::tuple<std::string, std::string, std::string>> limit_names() {
+  std::vector<std::tuple<std::string, std::string, std::string>> out;
+  for (const Limit& limit : limits()) out.emplace_back(limit.name, limit.kind, limit.missing);
+  return out;
+}
+
+std::uint64_t run_limit_named(const std::string& name, std::uint64_t rounds, Pool& pool) {
+  for (const Limit& limit : limits()) {
+    if (limit.name != name) continue;
+    if (!limit.missing.empty()) wrong("name", "an instruction of this machine", limit.missing);
+    const nb::gil_scoped_release unlocked;
+    return run_limit(limit, rounds, pool);
+  }
+  wrong("name", "the name of a limit", "'" + name + "'");
+}
+
+std::shared_ptr<Pool> new_pool(const std::vector<std::tuple<std::size_t, std::vector<int>, int>>& places, int spin_us) {
+  if (places.empty() || places.size() > 1024) wrong("places", "1 to 1024 threads", std::to_string(places.size()));
   if (spin_us < 0 || spin_us > 1000000) wrong("spin_us", "0 to 1000000", std::to_string(spin_us));
-  return std::make_shared<Pool>(threads, spin_us);
+  std::vector<Place> all;
+  for (const auto& [group, cpus, node] : places) {
+    if (group >= kMaxGroups) wrong("places", "groups 0 to " + std::to_string(kMaxGroups - 1), std::to_string(group));
+    all.push_back(Place{.group = group, .cpus = cpus, .node = node});
+  }
+  return std::make_shared<Pool>(std::move(all), spin_us);
+}
+
+std::vector<std::pair<std::uint64_t, std::uint64_t>> taken(const Pool& pool) {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> out;
+  for (const Taken& t : pool.taken()) out.emplace_back(t.own, t.stolen);
+  return out;
 }
 
 }  // namespace
@@ -598,9 +662,17 @@ NB_MODULE(_native, m) {
   m.def("round_bf16", &round_bf16, nb::arg("isa"), nb::arg("x"));
 
   nb::class_<Pool>(m, "Pool")
-      .def(nb::new_(&new_pool), nb::arg("threads"), nb::arg("spin_us"))
+      .def(nb::new_(&new_pool), nb::arg("places"), nb::arg("spin_us"))
       .def_prop_ro("threads", &Pool::threads)
+      .def_prop_ro("groups", &Pool::groups)
+      .def_prop_ro("taken", &taken)
+      .def_prop_ro("affinity", &Pool::affinity)
+      .def_prop_ro("pin_error", &Pool::pin_error)
+      .def_prop_ro("policy_error", &Pool::policy_error)
       .def_prop_ro("spin_us", &Pool::spin_us);
+
+  m.def("limits", &limit_names);
+  m.def("run_limit", &run_limit_named, nb::arg("name"), nb::arg("rounds"), nb::arg("pool"));
 
   nb::class_<Job>(m, "Job").def("wait", &Job::wait).def_prop_ro("done", &Job::done);
 
@@ -609,16 +681,19 @@ NB_MODULE(_native, m) {
                     int, const std::string&, const std::string&, float, float>(),
            nb::arg("parts"), nb::arg("hidden"), nb::arg("bits"), nb::arg("group"), nb::arg("pool"), nb::arg("isa"),
            nb::arg("activation_bits"), nb::arg("numerics"), nb::arg("activation"), nb::arg("alpha"), nb::arg("limit"))
-      .def("forward", &LayerHandle::run, nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
-           nb::arg("out"))
+      .def("forward", &LayerHandle::run, nb::arg("hidden").none(), nb::arg("top_k_index").none(), nb::arg("top_k_weights").none(),
+           nb::arg("out").none())
       .def(
           "submit",
           [](nb::object self, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle out) {
             PreparedCall prepared = nb::cast<const LayerHandle&>(self).prepare(hidden, ids, weights, out);
             return std::make_unique<Job>(std::move(self), std::move(prepared));
           },
-          nb::arg("hidden"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"))
+          nb::arg("hidden").none(), nb::arg("top_k_index").none(), nb::arg("top_k_weights").none(), nb::arg("out").none())
       .def("read", &LayerHandle::read)
+      .def("move", &LayerHandle::move)
+      .def("copy", &LayerHandle::copy)
+      .def("nodes", &LayerHandle::nodes)
       .def_prop_ro("intermediate", [](const LayerHandle& self) { return self.layer().intermediate; })
       .def_prop_ro("isa", &LayerHandle::isa);
 }

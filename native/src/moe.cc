@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <numeric>
 
 namespace ktplan {
 namespace {
@@ -12,6 +13,9 @@ constexpr std::size_t kMaxBlockRows = 16;        // no table takes more rows in 
 constexpr std::size_t kReducePiece = 512;        // columns added at a time where there are several parts
 constexpr std::size_t kColumnBytes = 8u << 20;   // results of the down projection kept at a time, about
 constexpr std::size_t kBatchBytes = 192u << 20;  // everything kept for the tokens of one batch, about
+constexpr std::size_t kLeastCycles = 10000;      // of an item; see Pass::cut
+constexpr std::size_t kMostCycles = 1u << 20;
+constexpr std::size_t kAloneCycles = 20000;  // for less than that no other thread is woken up
 constexpr std::size_t kKeepScratch = 256u << 20;
 
 constexpr std::uint32_t kNoBlock = UINT32_MAX;
@@ -46,13 +50,21 @@ Ahead ahead(const WeightStep* next, std::size_t pieces, std::size_t b) {
   return {next, lines.begin, lines.end};
 }
 
+// Items in the order of their home groups, and where each group's end.
+struct Items {
+  std::vector<Item> all;
+  std::vector<std::uint32_t> ends;
+  std::size_t cycles = 0;  // what they cost together, about
+};
+
 // One forward pass over a batch of tokens.
 class Pass {
  public:
-  Pass(const Layer& layer, const Call& call, int threads)
+  Pass(const Layer& layer, const Call& call, const Pool& pool)
       : layer_(layer),
         call_(call),
-        threads_(static_cast<std::size_t>(threads)),
+        threads_(static_cast<std::size_t>(pool.threads())),
+        homes_(pool.groups()),
         format_(layer.kernels->format(layer.layout)),
         kernels_(format_.projections(layer.activation_bits)),
         blocks_(format_.blocks(layer.activation_bits)),
@@ -70,11 +82,11 @@ class Pass {
   struct Columns {
     Pass* pass;
     std::size_t begin, end;
-    std::vector<Item> items;
+    Items items;
   };
 
   void group_routes();
-  std::vector<Item> cut(bool down, std::size_t step_begin, std::size_t step_end) const;
+  Items cut(bool down, std::size_t step_begin, std::size_t step_end) const;
   std::size_t step_count(const Group& group, bool down) const;
   std::size_t inputs(const Group& group, bool down) const;
 
@@ -108,7 +120,7 @@ class Pass {
 
   const Layer& layer_;
   const Call call_;
-  const std::size_t threads_;
+  const std::size_t threads_, homes_;
   const FormatKernels& format_;
   const ProjectKernels& kernels_;
   const BlockKernels& blocks_;
@@ -119,7 +131,7 @@ class Pass {
   std::vector<std::int32_t> route_of_;  // [token, choice] -> route, or -1
   std::vector<std::uint32_t> place_of_;  // route -> kBlockRows * block + row in it, or kNoBlock; empty without blocks
   std::size_t block_count_ = 0;
-  std::vector<Item> gate_up_items_;
+  Items gate_up_items_;
   std::vector<Columns> columns_;
   std::size_t column_width_ = 0, token_pieces_ = 0, route_pieces_ = 0;
   std::size_t token_stride_ = 0;
@@ -189,10 +201,11 @@ std::size_t Pass::step_count(const Group& group, bool down) const {
   return (down ? layer_.hidden : layer_.intermediate[group.part]) / kStepRows;
 }
 
-// Cuts the groups' work into items of about equal cost, a dozen a thread. The cost is in cycles: what a core takes to
-// read the weights (4 bytes a cycle) or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time; tiles
-// are 8 times as fast). Blocks are cut in pairs, which share the reading of weights, and so are steps of down for them.
-std::vector<Item> Pass::cut(bool down, std::size_t step_begin, std::size_t step_end) const {
+// Cuts the groups' work into items of about equal cost, a dozen a thread; more where they would be long, since the last
+// one taken is what the others wait for. The cost is in cycles: what a core takes to read the weights (4 bytes a cycle)
+// or to multiply (32 columns x 4 inputs in 2 instructions, a level byte at a time; tiles are 8 times as fast). Blocks are
+// cut in pairs, which share the reading of weights, and so are steps of down for them.
+Items Pass::cut(bool down, std::size_t step_begin, std::size_t step_end) const {
   const std::size_t planes = layer_.activation_bits / 8, matrices = down ? 1 : 2;
   const std::size_t slowness = layer_.layout.bits == 16 ? 2 : 1;  // an instruction takes half as many bfloat16 inputs
   const auto cost = [&](const Group& group, std::size_t rows) {
@@ -206,8 +219,9 @@ std::vector<Item> Pass::cut(bool down, std::size_t step_begin, std::size_t step_
     total += chunks(group) * (std::min(step_end, step_count(group, down)) - step_begin) *
              cost(group, group.count / chunks(group));
   }
-  const std::size_t target = std::max<std::size_t>(total / (threads_ * 12), 10000);
-  std::vector<Item> items;
+  const std::size_t target = std::clamp<std::size_t>(total / (threads_ * 12), kLeastCycles, kMostCycles);
+  Items items;
+  items.cycles = total;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const std::size_t pieces = chunks(groups_[g]), end = std::min(step_end, step_count(groups_[g], down));
     const std::size_t steps = std::max<std::size_t>(1, target / cost(groups_[g], groups_[g].count / pieces));
@@ -223,11 +237,19 @@ std::vector<Item> Pass::cut(bool down, std::size_t step_begin, std::size_t step_
           rows = share((groups_[g].count + kPair - 1) / kPair, pieces, piece);
           rows = {rows.begin * kPair, std::min(rows.end * kPair, groups_[g].count)};
         }
-        items.push_back({static_cast<std::uint32_t>(g), static_cast<std::uint32_t>(step_begin) + range.begin,
-                         static_cast<std::uint32_t>(step_begin) + range.end, rows.begin, rows.end});
+        items.all.push_back({static_cast<std::uint32_t>(g), static_cast<std::uint32_t>(step_begin) + range.begin,
+                             static_cast<std::uint32_t>(step_begin) + range.end, rows.begin, rows.end});
       }
     }
   }
+  const auto home = [this](const Item& item) {
+    return home_group(layer_, groups_[item.group].part, groups_[item.group].expert, homes_);
+  };
+  std::stable_sort(items.all.begin(), items.all.end(),
+                   [&](const Item& a, const Item& b) { return home(a) < home(b); });
+  items.ends.assign(homes_, 0);
+  for (const Item& item : items.all) ++items.ends[home(item)];
+  std::partial_sum(items.ends.begin(), items.ends.end(), items.ends.begin());
   return items;
 }
 
@@ -478,28 +500,30 @@ void Pass::run(Pool& pool) {
   const std::size_t count = 3 + 2 * columns_.size();
   const auto phases = std::make_unique<Phase[]>(count);
   std::size_t p = 0;
-  const auto add = [&](void (*run)(void*, std::uint32_t) noexcept, void* context, std::size_t items) {
+  const auto add = [&](void (*run)(void*, std::uint32_t) noexcept, void* context, std::size_t items,
+                       const std::uint32_t* ends = nullptr) {
     phases[p].run = run;
     phases[p].context = context;
     phases[p].items = static_cast<std::uint32_t>(items);
+    phases[p].ends = ends;
     ++p;
   };
   add([](void* self, std::uint32_t i) noexcept { static_cast<Pass*>(self)->quantize_tokens(i); }, this, token_pieces_);
   add(
       [](void* self, std::uint32_t i) noexcept {
         auto* pass = static_cast<Pass*>(self);
-        pass->gate_up(pass->gate_up_items_[i]);
+        pass->gate_up(pass->gate_up_items_.all[i]);
       },
-      this, gate_up_items_.size());
+      this, gate_up_items_.all.size(), gate_up_items_.ends.data());
   add([](void* self, std::uint32_t i) noexcept { static_cast<Pass*>(self)->quantize_products(i); }, this,
       route_pieces_);
   for (Columns& columns : columns_) {
     add(
         [](void* at, std::uint32_t i) noexcept {
           const auto* c = static_cast<Columns*>(at);
-          c->pass->down(*c, c->items[i]);
+          c->pass->down(*c, c->items.all[i]);
         },
-        &columns, columns.items.size());
+        &columns, columns.items.all.size(), columns.items.ends.data());
     add(
         [](void* at, std::uint32_t i) noexcept {
           const auto* c = static_cast<Columns*>(at);
@@ -507,7 +531,7 @@ void Pass::run(Pool& pool) {
         },
         &columns, token_pieces_);
   }
-  pool.run(phases.get(), count);
+  pool.run(phases.get(), count, gate_up_items_.cycles < kAloneCycles);
 }
 
 // How many tokens to take at a time, so that what is kept for them stays bounded.
@@ -538,7 +562,7 @@ void forward(const Layer& layer, Pool& pool, const Call& call) {
     some.ids += range.begin * call.choices;
     some.weights += range.begin * call.choices;
     some.out += range.begin * layer.hidden;
-    Pass pass(layer, some, pool.threads());
+    Pass pass(layer, some, pool);
     if (pass.routes() == 0) {
       std::memset(some.out, 0, some.tokens * layer.hidden * sizeof(float));
       continue;
@@ -549,40 +573,56 @@ void forward(const Layer& layer, Pool& pool, const Call& call) {
   pool.scratch().trim(kKeepScratch);
 }
 
-namespace {
+std::size_t home_group(const Layer& layer, std::size_t part, std::size_t expert, std::size_t groups) {
+  return (layer.intermediate.size() > 1 ? part : expert) % groups;
+}
 
-struct Reading {
-  const Layer* layer;
-  std::vector<std::pair<const std::uint8_t*, std::size_t>> pieces;
-  std::atomic<std::uint64_t> all{0};
-};
-
-}  // namespace
-
-std::size_t read_weights(const Layer& layer, Pool& pool) {
-  Reading reading;
-  reading.layer = &layer;
-  std::size_t bytes = 0;
+std::vector<WeightPiece> weight_pieces(Layer& layer, std::size_t groups) {
+  std::vector<WeightPiece> pieces;
   for (std::size_t part = 0; part < layer.intermediate.size(); ++part) {
     const std::size_t size = layer.layout.packed_bytes(layer.intermediate[part], layer.hidden);
     for (std::size_t e = 0; e < layer.experts; ++e) {
-      const Expert& expert = layer.at(part, e);
+      Expert& expert = layer.weights[part * layer.experts + e];
       if (!expert.present()) continue;
-      for (const std::uint8_t* packed : {expert.gate.bytes, expert.up.bytes, expert.down.bytes}) {
-        reading.pieces.emplace_back(packed, size);
-        bytes += size;
+      for (Projection* projection : {&expert.gate, &expert.up, &expert.down}) {
+        pieces.push_back({projection, size, home_group(layer, part, e, groups)});
       }
     }
   }
+  std::stable_sort(pieces.begin(), pieces.end(),
+                   [](const WeightPiece& a, const WeightPiece& b) { return a.home < b.home; });
+  return pieces;
+}
+
+void for_each_piece(const std::vector<WeightPiece>& pieces, Pool& pool, void (*run)(void*, std::uint32_t) noexcept,
+                    void* context) {
+  std::vector<std::uint32_t> ends(pool.groups(), 0);
+  for (const WeightPiece& piece : pieces) ++ends[piece.home];
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
   const auto phase = std::make_unique<Phase>();
-  phase->context = &reading;
-  phase->items = static_cast<std::uint32_t>(reading.pieces.size());
-  phase->run = [](void* at, std::uint32_t i) noexcept {
-    auto* r = static_cast<Reading*>(at);
-    r->all.fetch_xor(r->layer->kernels->read(r->pieces[i].first, r->pieces[i].second), std::memory_order_relaxed);
-  };
+  phase->run = run;
+  phase->context = context;
+  phase->items = static_cast<std::uint32_t>(pieces.size());
+  phase->ends = ends.data();
   const std::unique_lock<std::mutex> turn = pool.lock();
   pool.run(phase.get(), 1);
+}
+
+std::size_t read_weights(Layer& layer, Pool& pool) {
+  struct Reading {
+    const KernelTable* kernels;
+    std::vector<WeightPiece> pieces;
+    std::atomic<std::uint64_t> all{0};
+  } reading{layer.kernels, weight_pieces(layer, pool.groups())};
+  for_each_piece(
+      reading.pieces, pool,
+      [](void* at, std::uint32_t i) noexcept {
+        auto* r = static_cast<Reading*>(at);
+        r->all.fetch_xor(r->kernels->read(r->pieces[i].projection->bytes, r->pieces[i].bytes), std::memory_order_relaxed);
+      },
+      &reading);
+  std::size_t bytes = 0;
+  for (const WeightPiece& piece : reading.pieces) bytes += piece.bytes;
   return bytes;
 }
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ktplan.hardware import detect, parse_cpu_list, parse_cpu_quota, parse_nvidia_smi, usable_cores
+from ktplan.hardware import (
+    CoreGroup,
+    core_groups,
+    detect,
+    oversubscribed,
+    parse_cpu_list,
+    parse_cpu_quota,
+    parse_nvidia_smi,
+    usable_cores,
+)
 
 
 def machine(root: Path, cpus: int, threads_per_core: int = 1, cgroup: dict[str, str] | None = None) -> Path:
@@ -66,9 +75,61 @@ class TestCores:
         assert cores.quota == 3.5 and cores.usable == 3
         assert "3.5" in cores.why
 
+    def test_the_older_cgroups_limit_too(self, tmp_path: Path) -> None:
+        root = machine(tmp_path, 16)
+        (root / "proc/self/cgroup").write_text("5:memory:/box\n4:cpu,cpuacct:/box/job\n0::/\n")
+        for folder, quota in (("box/job", "-1"), ("box", "600000")):
+            path = root / "sys/fs/cgroup/cpu,cpuacct" / folder
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "cpu.cfs_quota_us").write_text(quota + "\n")
+            (path / "cpu.cfs_period_us").write_text("100000\n")
+        cores = usable_cores(root)
+        assert (cores.quota, cores.most, cores.usable) == (6.0, 6, 5)
+
     def test_less_than_a_processor_is_still_a_thread(self, tmp_path: Path) -> None:
         cores = usable_cores(machine(tmp_path, 16, cgroup={"cpu.max": "50000 100000"}))
         assert cores.usable == 1
+
+
+def test_too_many_threads_are_worth_a_warning() -> None:
+    assert oversubscribed(1) is None
+    most = usable_cores().most
+    assert oversubscribed(most) is None
+    warning = oversubscribed(most + 1)
+    assert warning is not None and warning.startswith(
+        f"{most + 1} threads wait for each other on {most} cores"
+    )
+
+
+@pytest.mark.usefixtures("affinity")
+class TestCoreGroups:
+    def nodes(self, root: Path, *lists: str) -> Path:
+        for node, cpus in enumerate(lists):
+            folder = root / f"sys/devices/system/node/node{node}"
+            folder.mkdir(parents=True)
+            (folder / "cpulist").write_text(cpus + "\n")
+        return root
+
+    def test_cores_go_by_node_with_their_hyperthreads(self, tmp_path: Path) -> None:
+        root = self.nodes(machine(tmp_path, 16, threads_per_core=2), "0-3,8-11", "4-7,12-15")
+        first, second = core_groups(root)
+        assert first == CoreGroup(0, ((0, 8), (1, 9), (2, 10), (3, 11)))
+        assert second == CoreGroup(1, ((4, 12), (5, 13), (6, 14), (7, 15)))
+
+    def test_only_what_the_process_may_use_counts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 8, 9})
+        root = self.nodes(machine(tmp_path, 16, threads_per_core=2), "0-3,8-11", "4-7,12-15")
+        assert core_groups(root) == (CoreGroup(0, ((1, 9), (8,))),)
+
+    def test_nodes_of_memory_alone_have_no_group(self, tmp_path: Path) -> None:
+        root = self.nodes(machine(tmp_path, 16), "0-7", "8-15", "")
+        assert [group.node for group in core_groups(root)] == [0, 1]
+
+    def test_a_machine_that_tells_of_no_nodes_is_one_group(self, tmp_path: Path) -> None:
+        (only,) = core_groups(machine(tmp_path, 16, threads_per_core=2))
+        assert only.node is None and len(only.cores) == 8
 
 
 def test_a_dual_socket_server(tmp_path: Path) -> None:

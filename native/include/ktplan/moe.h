@@ -55,7 +55,22 @@ struct Call {
 // Throws std::bad_alloc only, before anything runs.
 void forward(const Layer& layer, Pool& pool, const Call& call);
 
+// The group of threads that takes this expert's part first: parts belong to groups, or experts where there is one part.
+std::size_t home_group(const Layer& layer, std::size_t part, std::size_t expert, std::size_t groups);
+
+struct WeightPiece {
+  Projection* projection;
+  std::size_t bytes;  // at projection->bytes
+  std::size_t home;
+};
+
+// The weights of every expert that is there, in the order of their home groups.
+std::vector<WeightPiece> weight_pieces(Layer& layer, std::size_t groups);
+
+// Runs `run(context, i)` for every piece on all threads, each on its home group's while that has time.
+void for_each_piece(const std::vector<WeightPiece>& pieces, Pool& pool, void (*run)(void*, std::uint32_t) noexcept, void* context);
+
 // Reads every byte of the weights once, on all threads; returns how many bytes. What memory alone costs.
-std::size_t read_weights(const Layer& layer, Pool& pool);
+std::size_t read_weights(Layer& layer, Pool& pool);
 
 }  // namespace ktplan
