@@ -1,6 +1,6 @@
 """How fast experts are converted, side by side with a plain copy and with what others offer.
 
-    python benchmarks/convert.py --folder /dev/shm/bench [--layers 2] [--kt-kernel PYTHON] [--disk]
+    python benchmarks/convert.py --folder /dev/shm/bench [--layers 2] [--kt-kernel PYTHON] [--llama-cpp PYTHON] [--disk]
 
 Makes a checkpoint of Qwen3-30B-A3B's shape (128 experts of 768 x 2048 a layer, bfloat16, 1.2 GB a layer) in a folder,
 reads it once so that it is cached, and runs each converter `--runs` times in turn. Rates are gigabytes of input a
@@ -11,19 +11,27 @@ default folder) that makes no difference and the converters themselves are compa
 durable as well is measured too, since then the disk decides.
 
 --kt-kernel names a Python that has kt-kernel 0.7.2 installed; its own extension packs the same layers there, read from
-the same file (its converter script is not in the wheel and does not run without a GPU driver).
+the same file (its converter script is not in the wheel and does not run without a GPU driver; it does more than this,
+since it also puts the extension's many files together).
+
+--llama-cpp names a Python that has llama-cpp-python installed: `llama_model_quantize` makes Q4_0 of a GGUF with such
+experts.
+
+A copy is made before anything is measured: the first use of memory costs a virtual machine more than the copy itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +68,63 @@ for number, name in enumerate(sorted(n for n in os.listdir(folder) if n.endswith
 """
 
 
-def make_model(folder: Path, layers: int) -> int:
-    """Random experts; a few matrices are repeated, which no converter here takes advantage of. Returns bytes."""
+# llama.cpp's own quantizer, Q4_0 for every tensor.
+LLAMA_CPP = r"""
+import ctypes, os, sys
+import llama_cpp
+os.makedirs(sys.argv[2])
+given = llama_cpp.llama_model_quantize_default_params()
+given.ftype, given.nthread, given.pure = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, int(sys.argv[3]), True
+llama_cpp.llama_backend_init()
+out = os.path.join(sys.argv[2], "model.gguf")
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), out.encode(), ctypes.byref(given)))
+"""
+
+# name, dividend, divisor, least ratio of speeds
+BARS = (
+    ("int8 kt / cp -r", "ktplan int8 kt", "cp -r", 0.5),
+    ("int4 kt / cp -r", "ktplan int4 kt", "cp -r", 0.5),
+    ("int8 mse / kt", "ktplan int8 mse", "ktplan int8 kt", 0.5),
+    ("int4 mse / kt", "ktplan int4 mse", "ktplan int4 kt", 0.5),
+    ("int8 kt / kt-kernel", "ktplan int8 kt", "kt-kernel int8", 3.0),
+    ("int4 kt / kt-kernel", "ktplan int4 kt", "kt-kernel int4", 3.0),
+    ("int4 kt / llama.cpp Q4_0", "ktplan int4 kt", "llama.cpp Q4_0", 1.5),
+)
+
+
+def make_gguf(path: Path, layers: int) -> None:
+    """The same kind of experts as `make_model` makes, stacked, in a GGUF that llama.cpp takes for a qwen3moe."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    out = GGUFWriter(path, "qwen3moe")
+    for add, value in (
+        (out.add_block_count, layers), (out.add_context_length, 64), (out.add_embedding_length, HIDDEN),
+        (out.add_feed_forward_length, INTERMEDIATE), (out.add_head_count, 4), (out.add_head_count_kv, 4),
+        (out.add_layer_norm_rms_eps, 1e-6), (out.add_expert_count, EXPERTS), (out.add_expert_used_count, 8),
+        (out.add_expert_feed_forward_length, INTERMEDIATE), (out.add_vocab_size, 8),
+    ):  # fmt: skip
+        add(value)
+    random = np.random.default_rng(0)
+    bits = random.standard_normal((4, HIDDEN * INTERMEDIATE), np.float32).view(np.uint32) >> 16
+    matrices = bits.astype(np.uint16)
+    stack = np.tile(matrices, (EXPERTS // 4, 1)).view(np.uint8)
+    shapes = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+    for layer in range(layers):
+        for name, (rows, columns) in shapes.items():
+            out.add_tensor_info(
+                f"blk.{layer}.ffn_{name}_exps.weight", (EXPERTS, rows, 2 * columns), np.dtype(np.uint8), stack.nbytes,
+                GGMLQuantizationType.BF16,
+            )  # fmt: skip
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_ti_data_to_file()
+    for _ in range(3 * layers):
+        out.write_tensor_data(stack)
+    out.close()
+
+
+def make_model(folder: Path, layers: int) -> None:
+    """Random experts; a few matrices are repeated, which no converter here takes advantage of."""
     folder.mkdir(parents=True)
     config = {
         "model_type": "qwen3_moe", "num_hidden_layers": layers, "num_experts": EXPERTS, "num_experts_per_tok": 8,
@@ -98,7 +161,15 @@ def make_model(folder: Path, layers: int) -> int:
                 out.write(matrices[number % len(matrices)].tobytes())
         places |= {name: file.name for name, _ in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return layers * 3 * EXPERTS * size
+
+
+def elsewhere(work: Callable[[Path, int], None], path: Path, layers: int) -> None:
+    """In a process of its own: what this one holds would count into the peak of the commands that it starts."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(path, layers))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{path} cannot be made")
 
 
 def measured(command: list[str]) -> tuple[float, float, float]:
@@ -115,6 +186,25 @@ def measured(command: list[str]) -> tuple[float, float, float]:
     return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
+def report(found: dict[str, list[tuple[float, float, float]]], size: int, threads: int) -> None:
+    """The table, and how the ratios stand to the bars."""
+    copy = min(run[0] for run in found["cp -r"])
+    runs = len(found["cp -r"])
+    print(f"{size / 1e9:.2f} GB of bfloat16 experts, {threads} threads, best of {runs}")
+    print(f"{'':16} {'seconds':>8} {'GB/s in':>8} {'x cp -r':>8} {'CPU s':>6} {'peak MB':>8}")
+    for name, measured_ in found.items():
+        seconds, cpu, peak = min(measured_)
+        print(
+            f"{name:16} {seconds:8.2f} {size / seconds / 1e9:8.2f} {copy / seconds:8.2f} {cpu:6.2f} {peak / 1e6:8.0f}"
+        )
+    for text, ours, theirs, least in BARS:
+        if ours in found and theirs in found:
+            ratio = min(found[theirs])[0] / min(found[ours])[0]
+            print(f"{text:26} {ratio:6.2f} x   {'ok' if ratio >= least else 'below'} (at least {least:g})")
+        else:
+            print(f"{text:26}   not measured: {theirs} is not there")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -124,12 +214,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--kt-kernel", metavar="PYTHON")
+    parser.add_argument("--llama-cpp", metavar="PYTHON")
     parser.add_argument("--disk", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the numbers here too")
     given = parser.parse_args()
     model, out = given.folder / "model", given.folder / "out"
     if given.folder.exists():
         raise SystemExit(f"{given.folder} exists; name another folder")
-    size = make_model(model, given.layers)
+    elsewhere(make_model, model, given.layers)
+    size = given.layers * 3 * EXPERTS * HIDDEN * INTERMEDIATE * 2
     commands = {"cp -r": ["cp", "-r", str(model), str(out)]}
     if given.disk:
         commands["cp -r, durable"] = ["sh", "-c", f"cp -r '{model}' '{out}' && sync -f '{out}'"]
@@ -149,8 +242,15 @@ def main() -> None:
             commands[f"kt-kernel int{bits}"] = [
                 given.kt_kernel, "-c", KT_KERNEL, str(model), str(out), str(bits), str(given.threads),
             ]  # fmt: skip
+    if given.llama_cpp:
+        elsewhere(make_gguf, given.folder / "model.gguf", given.layers)
+        commands["llama.cpp Q4_0"] = [
+            given.llama_cpp, "-c", LLAMA_CPP, str(given.folder / "model.gguf"), str(out), str(given.threads),
+        ]  # fmt: skip
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in commands}
     try:
+        shutil.copytree(model, out)  # not measured
+        shutil.rmtree(out)
         for _ in range(given.runs):
             for name, command in commands.items():
                 if name.startswith("kt-kernel"):
@@ -159,13 +259,12 @@ def main() -> None:
                 shutil.rmtree(out)
     finally:
         shutil.rmtree(given.folder)
-    copy = min(run[0] for run in found["cp -r"])
-    print(f"{size / 1e9:.2f} GB of bfloat16 experts, {given.threads} threads, best of {given.runs}")
-    print(f"{'':16} {'seconds':>8} {'GB/s in':>8} {'x cp -r':>8} {'CPU s':>6} {'peak MB':>8}")
-    for name, runs in found.items():
-        seconds, cpu, peak = min(runs)
-        print(
-            f"{name:16} {seconds:8.2f} {size / seconds / 1e9:8.2f} {copy / seconds:8.2f} {cpu:6.2f} {peak / 1e6:8.0f}"
+    report(found, size, given.threads)
+    if given.json:
+        rows = {name: min(runs)[0] for name, runs in found.items()}
+        peaks = {name: min(runs)[2] for name, runs in found.items()}
+        given.json.write_text(
+            json.dumps({"bytes": size, "seconds": rows, "peak_bytes": peaks}, indent=1) + "\n"
         )
     load = os.getloadavg()[0]
     own = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime

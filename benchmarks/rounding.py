@@ -2,11 +2,13 @@
 
     python benchmarks/rounding.py weights                    weight error on bell-shaped and heavy-tailed rows
     python benchmarks/rounding.py model MODEL [--bits 4]     layer output error on held-out text, and perplexity
+                                              [--layers 6]   only the first MoE layers, and no perplexity
 
-`model` walks the model layer by layer on the embedded text (or --dataset). Each expert is rounded in the three ways;
-errors are those of the layer's routed output on documents that nothing was fitted on, relative to what unrounded
-experts give for the same inputs. What the next layer sees comes from the fitted experts, as in a conversion. Rows
-of any length are measured (a file needs multiples of 64 or 128 inputs), since only numbers count here.
+`model` walks the model layer by layer on the embedded text (or --dataset). Each expert is rounded in the three ways to
+one scale a row, and as `convert-cpu` does without options (groups of 32 inputs); errors are those of the layer's routed
+output on documents that nothing was fitted on, relative to what unrounded experts give for the same inputs. What the
+next layer sees comes from the fitted experts, as in a conversion. Rows of any length are measured (a file needs
+multiples of 64 or 128 inputs), since only numbers count here.
 """
 
 from __future__ import annotations
@@ -19,9 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from ktplan.quant import Scheme, dequantize, quantize_rows, squared_error
+from ktplan.quant import Scheme, dequantize, quantize_groups, quantize_rows, squared_error
+from ktplan.quant.groups import dequantize_groups
 
 ROUNDINGS = ("kt", "mse", "gptq")
+GROUPS = "mse g32"  # the default format; with --bits 8 there is none
+# what, as a share of kt's, at most
+BARS = {("error", "mse"): 0.75, ("error", "gptq"): 0.5, ("perplexity", "gptq"): 0.4}
+LARGEST_INCREASE = 0.001  # of the perplexity with 8 bits
 
 
 def weights() -> None:
@@ -49,10 +56,16 @@ def weights() -> None:
 
 def rounded(weights: Any, scheme: Scheme) -> Any:
     """An expert as the format stores it."""
+    if scheme.group is not None:
+        return type(weights)(
+            *(dequantize_groups(quantize_groups(matrix, scheme.group)) for matrix in weights)
+        )
     return type(weights)(*(dequantize(quantize_rows(matrix, scheme)) for matrix in weights))
 
 
-def model(path: Path, bits: int, dataset: list[Path], max_tokens: int, test_tokens: int) -> dict[str, Any]:
+def model(
+    path: Path, bits: int, dataset: list[Path], max_tokens: int, test_tokens: int, most_layers: int | None
+) -> dict[str, Any]:
     import torch
     from transformers.activations import ACT2FN
 
@@ -70,14 +83,16 @@ def model(path: Path, bits: int, dataset: list[Path], max_tokens: int, test_toke
     corpus = read_corpus(dataset or corpus_files("profile"))
     calibration = CalibrationText(corpus=corpus, max_tokens=max_tokens)
     scheme = Scheme(bits, rounding="gptq")
-    kept: dict[str, dict[tuple[int, int], ExpertWeights]] = {rounding: {} for rounding in ROUNDINGS}
+    names = (*ROUNDINGS, GROUPS) if bits == 4 else ROUNDINGS
+    kept: dict[str, dict[tuple[int, int], ExpertWeights]] = {name: {} for name in names}
+    measured = spec.moe_layers[:most_layers]
     layers: list[dict[str, float]] = []
     with torch.no_grad():
         run = LayerByLayer(path, source, calibration.read(source, SILENT))
         held = torch.arange(len(run.held_out))[run.held_out]
         place = torch.full((len(run.held_out),), -1)
         place[held] = torch.arange(len(held))
-        for layer in range(spec.layers):
+        for layer in range(measured[-1] + 1):
             with run.loaded(layer):
                 if layer in spec.moe_layers:
                     routing = run.route(layer)
@@ -85,7 +100,7 @@ def model(path: Path, bits: int, dataset: list[Path], max_tokens: int, test_toke
                         run, routing, ACT2FN[spec.activation], 1, scheme, calibration.settings
                     )
                     run.outputs.clear()
-                    sums = {name: torch.zeros(len(held), spec.hidden) for name in ("exact", *ROUNDINGS)}
+                    sums = {name: torch.zeros(len(held), spec.hidden) for name in ("exact", *names)}
                     for expert in range(spec.experts):
                         exact = source.expert(layer, expert)
                         first, second = experts.fit(expert, exact)
@@ -100,6 +115,8 @@ def model(path: Path, bits: int, dataset: list[Path], max_tokens: int, test_toke
                                 second.rounded.weight().numpy(),
                             ),
                         }
+                        if bits == 4:
+                            ways[GROUPS] = rounded(exact, Scheme(4, 32))
                         rows, share = routing.rows[expert], routing.weights[expert]
                         own = run.held_out[rows]
                         inputs = run.inputs.read(rows[own])
@@ -112,28 +129,41 @@ def model(path: Path, bits: int, dataset: list[Path], max_tokens: int, test_toke
                                 kept[name][layer, expert] = weights_
                         experts.give_unrounded(expert, ways["gptq"])
                     size = float(sums["exact"].norm())
-                    layers.append(
-                        {name: float((sums[name] - sums["exact"]).norm()) / size for name in ROUNDINGS}
-                    )
+                    layers.append({name: float((sums[name] - sums["exact"]).norm()) / size for name in names})
                     print(
                         f"layer {layer:3} " + "  ".join(f"{n} {e:.4f}" for n, e in layers[-1].items()),
                         flush=True,
                     )
                 run.advance(layer)
         del run
-        losses = perplexities(path, kept, test_tokens, network)
-    mean = {name: sum(row[name] for row in layers) / len(layers) for name in ROUNDINGS}
-    report = {"model": spec.name, "bits": bits, "layer_error": mean, "loss": losses}
-    print(f"mean layer output error  {mean}")
+        losses = {} if most_layers else perplexities(path, kept, test_tokens, network)
+    mean = {name: sum(row[name] for row in layers) / len(layers) for name in names}
+    print_table(mean, losses, bits)
+    return {"model": spec.name, "bits": bits, "layers": len(layers), "layer_error": mean, "loss": losses}
+
+
+def print_table(mean: dict[str, float], losses: dict[str, float], bits: int) -> None:
+    """Mean layer errors and perplexities, absolute and as shares of kt's, and how they stand to the bars."""
+    grown = {name: math.expm1(loss - losses["exact"]) for name, loss in losses.items()}
     print(
-        f"ratios to kt             mse {mean['mse'] / mean['kt']:.2f}  gptq {mean['gptq'] / mean['kt']:.2f}"
+        f"{'int' + str(bits):10} {'layer error':>12} {'of kt':>6} {'perplexity':>11} {'increase':>9} {'of kt':>6}"
     )
-    base = losses["exact"]
-    for name in ROUNDINGS:
-        print(
-            f"perplexity {name:5} {math.exp(losses[name]):9.4f}  {100 * (math.exp(losses[name] - base) - 1):+.3f} %"
-        )
-    return report
+    for name, error in mean.items():
+        line = f"{name:10} {error:12.4f} {error / mean['kt']:6.2f}"
+        if losses:
+            share = grown[name] / grown["kt"] if grown["kt"] > 0 else math.nan
+            line += f" {math.exp(losses[name]):11.4f} {grown[name]:+9.3%} {share:6.2f}"
+        print(line)
+    found = {("error", name): error / mean["kt"] for name, error in mean.items()}
+    if losses and grown["kt"] > 0:
+        found |= {("perplexity", name): increase / grown["kt"] for name, increase in grown.items()}
+    for bar, most in BARS.items() if bits == 4 else ():
+        if bar in found:
+            verdict = "ok" if found[bar] <= most else "above"
+            print(f"{' of '.join(bar)}: {found[bar]:.2f} x kt   {verdict} (at most {most})")
+    if losses and bits == 8:
+        worst = max(grown[name] for name in ROUNDINGS)
+        print(f"perplexity: {worst:+.3%}   {'ok' if worst <= LARGEST_INCREASE else 'above'} (at most +0.1 %)")
 
 
 def perplexities(path: Path, kept: dict[str, Any], tokens: int, network: Any) -> dict[str, float]:
@@ -178,6 +208,7 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, nargs="*", default=[])
     parser.add_argument("--max-tokens", type=int, default=32_768)
     parser.add_argument("--test-tokens", type=int, default=8_192)
+    parser.add_argument("--layers", type=int, help="stop after so many MoE layers")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     given = parser.parse_args()
     if given.what == "weights":
@@ -185,7 +216,9 @@ def main() -> None:
         return
     from ktplan.model import locate
 
-    report = model(locate(str(given.model)), given.bits, given.dataset, given.max_tokens, given.test_tokens)
+    report = model(
+        locate(str(given.model)), given.bits, given.dataset, given.max_tokens, given.test_tokens, given.layers
+    )
     if given.json:
         given.json.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
 

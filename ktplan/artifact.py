@@ -11,13 +11,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ktplan.errors import BadInput, BadUsage, DoesNotFit, KtplanError
 from ktplan.version import __version__
+
+T = TypeVar("T")
 
 _SHORT = 32  # characters of a file's name in that of its temporary file: names have a limit
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -136,6 +138,16 @@ def read_json(path: Path, kind: str, version: int) -> dict[str, Any]:
     return body
 
 
+def parsed(path: Path, read: Callable[[Any], T], body: Any, hint: str) -> T:
+    """`read(body)`; what it trips over in a file of the right kind is damage: raises BadInput naming `path`."""
+    try:
+        return read(body)
+    except BadInput as fault:
+        raise BadInput(f"{path} is damaged: {fault.message}", hint=fault.hint or hint) from None
+    except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        raise BadInput(f"{path} is damaged: {type(fault).__name__} {fault}", hint=hint) from None
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Any JSON file that holds one object. Raises BadInput naming the file and the place of the fault."""
     try:
@@ -210,7 +222,12 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         with explained(path):
             _make_folder(path, made)
-            with _held_alone(path):
+            with locked_folder(path):
+                if any(path.iterdir()):
+                    raise BadUsage(
+                        f"{path} exists and is not empty",
+                        hint="name a new folder with -o, or remove that one first",
+                    )
                 try:
                     yield path
                     fsync_directory(path)
@@ -238,8 +255,8 @@ def _make_folder(path: Path, made: list[Path]) -> None:
 
 
 @contextmanager
-def _held_alone(path: Path) -> Iterator[None]:
-    """Keep other jobs out of the empty folder `path`. Raises BadUsage where it is not empty or one is in it already."""
+def locked_folder(path: Path) -> Iterator[None]:
+    """Keep other jobs out of `path`; BadUsage where one is in it. The lock goes with the process, however it ends."""
     handle = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -248,10 +265,6 @@ def _held_alone(path: Path) -> Iterator[None]:
             raise BadUsage(
                 f"another ktplan is writing {path}", hint="wait for it, or name another folder with -o"
             ) from None
-        if any(path.iterdir()):
-            raise BadUsage(
-                f"{path} exists and is not empty", hint="name a new folder with -o, or remove that one first"
-            )
         yield
     finally:
         os.close(handle)

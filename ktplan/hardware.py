@@ -193,6 +193,12 @@ def detect(root: Path = Path("/")) -> Hardware:
     )
 
 
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that a program can still have: what is free or can be freed, and what the cgroup allows. None: unknown."""
+    free, limit = _meminfo(_text(root / "proc/meminfo")).get("MemAvailable"), _memory_limit(root)
+    return min((amount for amount in (free, limit) if amount is not None), default=None)
+
+
 def detect_gpus(root: Path = Path("/")) -> tuple[tuple[Gpu, ...], str]:
     """NVIDIA GPUs by `nvidia-smi`, or names alone from /proc, and a sentence on how they were looked for."""
     program = shutil.which("nvidia-smi")

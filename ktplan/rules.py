@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -46,6 +46,7 @@ _KT_OPERATOR_KWARGS = (
     *_DEVICES, "generate_op", "prefill_op", "out_device", "absorb_for_prefill", "transfer_map",
     "per_layer_prefill_intput_threshold",
 )  # fmt: skip
+_CLASS_RANGE = re.compile(r"\[[^\]]*?(\d+)-(\d+)[^\]]*\]")
 _KT_OPERATOR = re.compile(r"ktransformers\.operators\.\w+\.\w+")
 
 REPLACEMENTS: Mapping[str, tuple[str, ...]] = {
@@ -54,6 +55,31 @@ REPLACEMENTS: Mapping[str, tuple[str, ...]] = {
     KT_EXPERTS: _KT_EXPERTS_KWARGS,
     KT_EXPERTS_V2: _KT_EXPERTS_KWARGS,
 }
+
+
+class DigitRange(NamedTuple):
+    """`[0-15]` in a pattern: a class of the characters 0 to 1 and 5, where someone meant numbers."""
+
+    text: str
+    low: int
+    high: int
+
+    @property
+    def spelt_out(self) -> str:
+        """What was meant, as a pattern."""
+        low, high = sorted((self.low, self.high))
+        numbers = [str(number) for number in range(low, high + 1)]
+        shown = numbers if len(numbers) <= 24 else [*numbers[:3], "...", numbers[-1]]
+        return f"(?:{'|'.join(shown)})"
+
+
+def digit_ranges(pattern: str) -> list[DigitRange]:
+    """Classes of characters in a pattern that look like ranges of numbers beyond 9."""
+    found = (
+        DigitRange(match.group(), int(match.group(1)), int(match.group(2)))
+        for match in _CLASS_RANGE.finditer(pattern)
+    )
+    return [one for one in found if max(one.low, one.high) > 9]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +248,12 @@ class _Reader:
             try:
                 re.compile(name)
             except (re.error, OverflowError, RecursionError) as fault:
+                wrong = digit_ranges(name)
+                remedy = "write \\. for a dot, \\d+ for a number"
+                if wrong:
+                    remedy = f"{wrong[0].text} is a set of single characters: write {wrong[0].spelt_out}"
                 raise self._error(
-                    entries["name"],
-                    f"name is no regular expression: {fault}",
-                    "write \\. for a dot, \\d+ for a number",
+                    entries["name"], f"name is no regular expression: {fault}", remedy
                 ) from None
         class_name = self._class(entries["class"]) if "class" in entries else None
         return Match(name=name, class_name=class_name)

@@ -36,11 +36,23 @@ GATES = {
 }  # fmt: skip
 
 
+# A flat matrix a projection, all experts in it, that of down transposed.
+DBRX = {
+    "activation": "", "class": "DbrxForCausalLM", "module": "transformer.blocks.{layer}.ffn.experts",
+    "post_norm": False, "prefixes": ["transformer."],
+    "forms": [
+        {"gate": "ffn.experts.mlp.w1", "up": "ffn.experts.mlp.v1", "down": "ffn.experts.mlp.w2", "turned": ["down"]}
+    ],
+}  # fmt: skip
+
 # Stacked experts that are two modules instead of two parameters.
 JETMOE = {
     "activation": "", "class": "JetMoeForCausalLM", "module": "model.layers.{layer}.mlp", "post_norm": False,
     "forms": [{"gate_up": "mlp.input_linear", "down": "mlp.output_linear"}], "prefixes": ["model."],
 }  # fmt: skip
+
+
+OWN = {"jetmoe": JETMOE, "dbrx": DBRX}  # recognised by no rule below
 
 
 def record(model_type: str) -> dict[str, Any] | None:
@@ -134,7 +146,11 @@ def markdown() -> str:
         if name in UNREADABLE:
             continue
         names = "; ".join(
-            ", ".join(f"`{text}`" for role, text in sorted(form.items()) if role != "interleaved")
+            ", ".join(
+                f"`{text}`"
+                for role, text in sorted(form.items())
+                if role in ("gate", "up", "gate_up", "down")
+            )
             + (" (gate and up rows alternate)" if form.get("interleaved") else "")
             for form in entry["forms"]
         )
@@ -163,8 +179,8 @@ def table() -> tuple[dict[str, Any], dict[str, str]]:
         except Exception as fault:
             failed[model_type] = f"{type(fault).__name__}: {str(fault)[:200]}"
             continue
-        if model_type == "jetmoe":
-            records[model_type] = JETMOE
+        if model_type in OWN:
+            records[model_type] = OWN[model_type]
         elif found is None:
             failed[model_type] = f"{model_class(model_type).__name__}: no stacked experts"
         else:

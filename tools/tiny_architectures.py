@@ -50,6 +50,15 @@ _DOTS = {"num_key_value_heads": 4}
 _QSA = {"indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
         "indexer_head_dim": 16}  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"rope_theta": 10_000.0},
+        "ffn_config": {
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": 96,
+            "moe_num_experts": EXPERTS,
+            "moe_top_k": 2,
+        },
+    },
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
     "dots3_note_text": _DOTS,
     "dots3_note": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ if TYPE_CHECKING:
     cls=ManyFiles,
     multiple=True,
     metavar="FILE...",
-    help="Text for --rounding gptq (.txt, .jsonl, corpus:profile); several files may follow.",
+    help="Text for --rounding gptq (.txt, .jsonl, corpus:profile), or a profile of this model: then the texts that "
+    "it was recorded on, looked for beside it and in the present folder. Several may follow.",
 )
 @click.option(
     "--max-tokens", type=TokenCount(), default=65_536, show_default=True, help="Of the calibration text."
@@ -138,7 +140,7 @@ def convert_cpu_command(
         _refuse_padding(source, scheme)
     _note_what_is_left_out(source, out)
     options["calibration"] = [_absolute(name) for name in options["calibration"]]
-    calibration = _calibration(options, out)
+    calibration = _calibration(options, source, out)
     if dry_run:
         plan = plan_cpu(
             source,
@@ -179,19 +181,25 @@ def _absolute(name: str) -> str:
     return name if name.startswith("corpus:") else str(Path(name).absolute())
 
 
-def _calibration(options: dict[str, Any], out: Output) -> CalibrationText | None:
-    """The text to fit to. A profile is told apart: it counts how often experts are used, not what they see."""
+def _calibration(options: dict[str, Any], source: WeightSource, out: Output) -> CalibrationText | None:
+    """The text to fit to: files, or the ones that a profile of this model was recorded on."""
     if not options["calibration"]:
         return None
-    if any(name.endswith(".safetensors") for name in options["calibration"]):
-        raise BadUsage(
-            "--calibration needs text: a profile says how often experts are used, not what their inputs are",
-            hint="give the files that the profile was recorded on",
-        )
     from ktplan.convert.calibrated import CalibrationText
-    from ktplan.profile import read_corpus
+    from ktplan.profile import ActivationProfile, read_corpus
+    from ktplan.profile.texts import texts_of
 
-    corpus = read_corpus(text_files("--calibration", options["calibration"]))
+    files: list[Path] = []
+    text_field = "text"
+    for name in options["calibration"]:
+        if name.endswith(".safetensors"):
+            profile = ActivationProfile.load(Path(name)).for_model(source.spec)
+            text_field = str(profile.settings.get("text_field", text_field))
+            found: Sequence[Path] = texts_of(profile, [Path(name).parent, Path.cwd()])
+        else:
+            found = text_files("--calibration", [name])
+        files += (file for file in found if file not in files)
+    corpus = read_corpus(files, text_field)
     if warning := corpus.warning():
         out.warn(warning)
     return CalibrationText(corpus=corpus, max_tokens=options["max_tokens"])

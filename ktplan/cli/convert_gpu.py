@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import TokenCount, dataset_option, model_argument, model_word, output_options
+from ktplan.cli.options import (
+    FiniteNumber,
+    TokenCount,
+    dataset_option,
+    model_argument,
+    model_word,
+    output_options,
+)
 from ktplan.cli.output import Output
 from ktplan.errors import BadUsage
 from ktplan.units import format_bytes, format_seconds
@@ -69,7 +76,7 @@ _NAMES = 6  # tensors named in a note
 )
 @click.option(
     "--damp",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=FiniteNumber(min=0, max=1, min_open=True),
     default=0.05,
     show_default=True,
     help="Share of the mean diagonal added to the second moments; raised by itself where that is not enough.",

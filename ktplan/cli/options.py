@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +43,16 @@ class TokenCount(click.ParamType[int]):
             return parse_tokens(value)
         except BadUsage as fault:
             self.fail(f"{fault.message}; {fault.hint}", param, ctx)
+
+
+class FiniteNumber(click.FloatRange):
+    """A number in a range; `nan` and `inf` are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"'{value}' is not a finite number", param, ctx)
+        return number
 
 
 class _ModelPath(click.ParamType[Path]):

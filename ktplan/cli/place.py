@@ -138,7 +138,7 @@ def place_command(
     """
     from ktplan.cli import place_tables as tables
     from ktplan.cli.profile_files import read_profile
-    from ktplan.placement import fit, hit_rate, make_plan
+    from ktplan.placement import hit_rate
 
     job = tables.Job.read(model, what_if, hardware_file, store)
     spec = job.spec
@@ -165,12 +165,8 @@ def place_command(
     if len(cards) > 1:
         plan = tables.several(job, profile, strategy, cards, how, seed)
     else:
-        needs = job.needs(context, batch)
-        budget = fit(spec, **counted, card_memory=cards[0] if cards else None, needs=needs, **how)
-        plan = make_plan(
-            spec, profile, strategy=strategy, budget=budget, seed=seed, machine=job.machine,
-            cpu_expert=job.cpu_expert, kt_compat=kt_compat,
-        )  # fmt: skip
+        counted["card_memory"] = cards[0] if cards else None
+        plan = tables.single(job, profile, strategy, counted, how, seed, kt_compat)
     on_test = hit_rate(plan.gpu, test) if test else None
     plan.save(output)
     body = {
@@ -197,9 +193,14 @@ def _notes(plan: PlacementPlan, spec: ModelSpec, out: Output) -> None:
         out.warn(
             f"{budget.asked} holds no expert: one takes {format_bytes(budget.expert_bytes)} as {budget.gpu_format}"
         )
+    if budget.gpu_format.startswith("gptq") and budget.slots:
+        out.note(
+            f"{budget.gpu_format} sizes are those of the packed files, as servers keep them; 'ktplan run' unpacks such "
+            f"experts to 16 bits, {format_bytes(2 * spec.params_per_expert)} each"
+        )
     if expectation is None:
         out.note("no profile given: the plan says nothing about hit rates")
-    elif expectation.held_out is None:
+    elif expectation.held_out is None and expectation.documents < 2:
         out.warn("the profile has one document: its hit rate is in-sample, on other text expect less")
 
 
@@ -224,7 +225,7 @@ def _render(plan: PlacementPlan, on_test: float | None, out: Output) -> None:
     rows = [("this plan, in-sample", format_percent(expectation.in_sample), "on the text it was made from")]
     if expectation.held_out is not None:
         band = f"{_share(expectation.held_out_low)} to {_share(expectation.held_out_high)}"
-        remark = f"{band} (5-95 % over documents), {expectation.folds} folds"
+        remark = f"{band} (5-95 % of as much other text), {expectation.folds} folds"
         rows.insert(0, ("this plan, held out", format_percent(expectation.held_out), remark))
     if on_test is not None:
         rows.append(("this plan, --test", format_percent(on_test), "on the second profile"))
@@ -249,7 +250,7 @@ def _render_prediction(found: Prediction, out: Output) -> None:
     gain = f"{100 * found.deferral_gain:+.0f} % decode; changes outputs slightly"
     later = gain if found.deferral else "nothing to gain"
     rows = [
-        ("decode", f"{found.decode:.1f} t/s", f"{band} (5-95 % over documents), {judged}, {how}"),
+        ("decode", f"{found.decode:.1f} t/s", f"{band} (5-95 % of as much other text), {judged}, {how}"),
         ("prefill", f"{found.prefill:,.0f} t/s", "a prompt of 512 tokens"),
         ("one more GiB", f"{found.per_gib:+.2f} t/s", "of GPU memory for experts"),
         ("16k more context", f"{-found.per_16k_context:+.2f} t/s", "its cache takes the place of experts"),

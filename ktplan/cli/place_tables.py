@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +83,23 @@ class Job:
         from ktplan.hardware import detect
 
         return tuple(gpu.memory_total for gpu in detect().gpus if gpu.memory_total)
+
+
+def single(
+    job: Job,
+    profile: ActivationProfile | None,
+    strategy: str,
+    counted: dict[str, Any],
+    how: dict[str, Any],
+    seed: int,
+    kt_compat: bool,
+) -> PlacementPlan:
+    """A plan for one GPU."""
+    budget = fit(job.spec, **counted, needs=job.needs(how["context"], how["batch"]), **how)
+    return make_plan(
+        job.spec, profile, strategy=strategy, budget=budget, seed=seed, machine=job.machine,
+        cpu_expert=job.cpu_expert, kt_compat=kt_compat,
+    )  # fmt: skip
 
 
 def several(
@@ -178,32 +194,44 @@ def _render(
     )
 
 
-def _draw(table: Table, path: Path, machine: str) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+# Okabe and Ito's colours, told apart by the colour-blind; dashed where experts move while serving.
+_STYLES = {
+    "random": ("#999999", "-"), "uniform": ("#56B4E9", "-"), "front-loading": ("#009E73", "-"),
+    "frequency": ("#0072B2", "-"), "optimal": ("#D55E00", "-"), "robust": ("#CC79A7", "-"),
+    "dynamic": ("#E69F00", "--"), "shrunk": ("#000000", "--"),
+}  # fmt: skip
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+
+def _draw(table: Table, path: Path, machine: str) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    from ktplan.profile.pictures import png
+
+    figure = Figure(figsize=(11.5, 5), layout="constrained")
     hits, speed = figure.subplots(1, 2)
     for name in dict.fromkeys(row.strategy for row in table.rows):
         rows: list[Row] = [row for row in table.rows if row.strategy == name]
         x = [row.ratio for row in rows]
-        style = "--" if name in ("dynamic", "shrunk") else "-"
-        hits.plot(x, [row.hit_rate for row in rows], style, label=name)
-        (line,) = speed.plot(x, [row.decode for row in rows], style, label=name)
-        speed.fill_between(
-            x,
-            [row.decode_low for row in rows],
-            [row.decode_high for row in rows],
-            alpha=0.12,
-            color=line.get_color(),
-        )
-    hits.set(xlabel="share of all experts on the GPU", ylabel="hit rate on documents left out")
-    speed.set(xlabel="share of all experts on the GPU", ylabel="decode tokens a second, predicted")
-    speed.set_title(machine, fontsize=8)
-    hits.legend(fontsize=8)
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
-    write_whole(path, picture.getvalue())
+        colour, style = _STYLES.get(name, ("#333333", "-"))
+        hits.plot(x, [row.hit_rate for row in rows], style, color=colour, marker=".", ms=5)
+        speed.plot(x, [row.decode for row in rows], style, color=colour, marker=".", ms=5, label=name)
+        if name == "frequency":
+            low, high = [row.decode_low for row in rows], [row.decode_high for row in rows]
+            speed.fill_between(x, low, high, alpha=0.15, lw=0, color=colour, label="frequency, 5 to 95 %")
+    hits.set(ylabel="hit rate on documents left out", ylim=(0, 1.02))
+    hits.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    speed.set(ylabel="decode tokens a second, predicted")
+    for axes in (hits, speed):
+        axes.set(xlabel="share of all experts on the GPU", xlim=(0, 1))
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.grid(True, alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"on {machine}", fontsize=9)
+    figure.legend(
+        *speed.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8, frameon=False
+    )
+    write_whole(path, png(figure))
 
 
 def sweep_table(

@@ -20,7 +20,9 @@ from ktplan.units import format_percent
 
 if TYPE_CHECKING:
     from ktplan.cli.profile_network import Text
+    from ktplan.model import ModelSpec
     from ktplan.profile import ActivationProfile, Corpus
+    from ktplan.profile.recorder import Wishes
 
 _TRACE_BYTES = (
     256 << 20
@@ -67,6 +69,10 @@ _TRACE_BYTES = (
     "--store", type=click.Path(path_type=Path), help="Run the experts from this expert store (less memory)."
 )
 @click.option(
+    "--by-layer", is_flag=True,
+    help="Load one layer at a time.  [default: where the whole model does not fit into memory]",
+)  # fmt: skip
+@click.option(
     "--dtype", type=click.Choice(("auto", "float32", "bfloat16", "float16")), default="auto", show_default=True,
     help="Type to compute in; auto is float32 where memory allows, else as stored.",
 )  # fmt: skip
@@ -87,6 +93,7 @@ def profile_command(
     trace: bool,
     strict: bool,
     store: Path | None,
+    by_layer: bool,
     dtype: str,
     plot: Path | None,
     no_plot: bool,
@@ -106,8 +113,9 @@ def profile_command(
     """
     from ktplan.model import read_spec
     from ktplan.profile import read_corpus, report
-    from ktplan.profile.recorder import Wishes, record
 
+    if store and by_layer:
+        raise BadUsage("a store is mapped, not loaded", hint="leave out --by-layer or --store")
     if plot and no_plot:
         raise BadUsage("--plot and --no-plot exclude each other", hint="leave one out")
     files = named_files(dataset)
@@ -127,37 +135,48 @@ def profile_command(
         profile_network as network,
     )  # torch comes with it: once the inputs are known to be good
 
-    wishes = Wishes(
-        chunk=chunk if not generate else min(chunk, max(1, spec.context - generate)),
-        max_tokens=max_tokens,
-        generate=generate,
-        trace_tokens=_TRACE_BYTES // (2 * spec.top_k * len(spec.moe_layers)) if trace else 0,
-        special_ids=text().special_ids,
-    )
-    wishes.check(spec)
-    net = network.load(model, store, dtype if store else network.choose_dtype(spec, dtype, out), out)
-    profile = record(
+    wishes = _wishes(spec, text(), chunk, max_tokens, generate, trace)
+    way = network.Way(dtype, False) if store else network.choose_way(spec, dtype, by_layer, out)
+    profile = network.record(
+        model,
         spec,
         corpus,
-        modules=net.modules,
-        encode=text().encode,
-        forward=net.forward,
-        decoder=net.decoder,
+        way,
+        store,
+        out,
+        text=text(),
         wishes=wishes,
-        settings={"text_field": text_field, **net.how},
-        tokenizer=text().digest,
-        checkpoint=output.with_name(f"{output.name}.unfinished"),
-        progress=out.progress(),
+        settings={"text_field": text_field},
+        output=output,
     )
     profile.save(output)
     if picture:
-        report.save_plot(profile, picture)
+        from ktplan.profile import pictures
+
+        pictures.save_plot(profile, picture)
     for warning in report.warnings(profile):
         out.warn(warning)
     body = _body(profile, corpus, output, picture)
     out.report("profile-report", body, lambda: _render(profile, corpus, out))
     out.note(f"wrote {output}" + (f" and {picture}" if picture else ""))
     out.hint(f"ktplan place {model_word(model)} --profile {output} --ratio 0.3 -o plan.json")
+
+
+def _wishes(
+    spec: ModelSpec, text: Text, chunk: int, max_tokens: int | None, generate: int, trace: bool
+) -> Wishes:
+    """How much to record. Raises BadUsage for what the model cannot do."""
+    from ktplan.profile.recorder import Wishes
+
+    wishes = Wishes(
+        chunk=chunk if not generate else min(chunk, max(1, spec.context - generate)),
+        max_tokens=max_tokens,
+        generate=generate,
+        trace_tokens=_TRACE_BYTES // (2 * spec.top_k * len(spec.moe_layers)) if trace else 0,
+        special_ids=text.special_ids,
+    )
+    wishes.check(spec)
+    return wishes
 
 
 def _text_of(model: Path) -> Callable[[], Text]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _File = click.Path(path_type=Path)
 _FOREIGN = (".pt", ".pth", ".gguf", ".dat", ".npy", ".npz", ".json", ".csv")
+_ABOUT = ("readme.md", "license.txt", "license.md", "dataset_infos.json", "dataset_dict.json", "state.json")
 _RATIOS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -115,7 +116,7 @@ def info_command(profile_file: Path, out: Output) -> None:
 @click.command("report")
 @click.argument("profile_file", type=_File, metavar="PROFILE")
 @click.option("-o", "--output", type=_File, help="The page to write.  [default: beside the profile, .html]")
-@click.option("--png", type=_File, help="Write the heat map as a picture, too.")
+@click.option("--png", type=_File, help="Write all of it on one picture, too.")
 @output_options
 def report_command(profile_file: Path, output: Path | None, png: Path | None, out: Output) -> None:
     """Draw a profile: heat map, Lorenz curve, hit-rate curve, transfer matrix, on one page that stands alone.
@@ -124,14 +125,14 @@ def report_command(profile_file: Path, output: Path | None, png: Path | None, ou
     Example:
       ktplan profile report profile.safetensors -o profile.html
     """
-    from ktplan.profile import ActivationProfile, report
+    from ktplan.profile import ActivationProfile, pictures
     from ktplan.profile.page import save_page
 
     profile = ActivationProfile.load(profile_file)
     page = output or profile_file.with_suffix(".html")
     save_page(profile, page)
     if png:
-        report.save_plot(profile, png)
+        pictures.save_overview(profile, png)
     body = {"page": str(page), "png": str(png) if png else None, **about(profile)}
     out.report("profile-page", body, lambda: out.line(f"wrote {page}" + (f" and {png}" if png else "")))
 
@@ -251,7 +252,11 @@ def _files_of(word: str, suffixes: tuple[str, ...]) -> list[Path]:
         return [path]
     if path.is_dir():
         inside = sorted(
-            file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file()
+            file
+            for file in path.rglob("*")
+            if file.suffix.lower() in suffixes
+            and file.is_file()
+            and not (word.startswith("hf:") and file.name.lower() in _ABOUT)
         )
         if not inside:
             raise BadUsage(

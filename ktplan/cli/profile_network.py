@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from ktplan.units import format_bytes
 
 if TYPE_CHECKING:
     from ktplan.model import ModelSpec
+    from ktplan.profile import ActivationProfile, Corpus
+    from ktplan.profile.recorder import Wishes
 
 _WIDTH: Final = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-_MEMORY_SHARE: Final = (
-    0.6  # of free memory that weights may take before float32 is too much: loading needs room
-)
+_MEMORY_SHARE: Final = 0.6  # of free memory that weights may take: loading and computing need room
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -87,31 +87,51 @@ class Loaded:
     how: dict[str, str]
 
 
-def choose_dtype(spec: ModelSpec, asked: str, out: Output) -> str:
-    """What to compute in, and whether the whole model fits into memory with it; None is read as enough."""
-    from ktplan.hardware import detect
+class Way(NamedTuple):
+    """How to compute: the type of expert weights, and whether one layer at a time is loaded."""
 
-    machine = detect()
-    known = [amount for amount in (machine.memory_available, machine.memory_limit) if amount is not None]
-    free = min(known, default=None)
+    dtype: str
+    by_layer: bool
+
+
+def choose_way(spec: ModelSpec, asked: str, by_layer: bool, out: Output) -> Way:
+    """What to compute in, whole or layer by layer, with what is free on this machine (None is read as enough)."""
+    from ktplan.hardware import available_memory
+
+    free = available_memory()
+    way = way_for(spec, asked, by_layer, free)
+    if way.by_layer and not by_layer:
+        out.note(
+            f"the model does not fit into {format_bytes(free or 0)} of memory: one layer at a time is loaded"
+        )
+    elif asked == "auto" and way.dtype != "float32":
+        what = "a layer" if way.by_layer else "the model"
+        out.note(f"computing in {way.dtype}: {what} as float32 would not fit into {format_bytes(free or 0)}")
+    return way
+
+
+def way_for(spec: ModelSpec, asked: str, by_layer: bool, free: int | None) -> Way:
+    """The widest type that fits, the whole model before single layers. Raises DoesNotFit where not even a layer does.
+
+    float32 holds any stored weight exactly, so routing is the model's own; half types round every layer anew.
+    """
+    wanted = ("float32", spec.dtype) if asked == "auto" else (asked,)
     params = spec.dense_params + spec.expert_params
-    # float32 holds any stored weight exactly, so routing is the model's own; half types round every layer anew.
-    chosen = asked
-    if asked == "auto":
-        chosen = (
-            "float32" if free is None or params * _WIDTH["float32"] < _MEMORY_SHARE * free else spec.dtype
-        )
-        if chosen != "float32":
-            out.note(
-                f"computing in {chosen}: the model as float32 would not fit into {format_bytes(free or 0)}"
-            )
-    need = params * _WIDTH.get(chosen, 2)
-    if free is not None and need > free:
-        raise DoesNotFit(
-            f"{spec.name} as {chosen} needs {format_bytes(need)} of memory, {format_bytes(free)} are free",
-            hint="convert the experts with 'ktplan convert-cpu' and give that with --store",
-        )
-    return chosen
+    for dtype in () if by_layer else wanted:
+        if free is None or params * _WIDTH.get(dtype, 2) < _MEMORY_SHARE * free:
+            return Way(dtype, False)
+    experts = spec.experts * spec.params_per_expert
+    dense = _WIDTH["float32"] * max(spec.dense_params // spec.layers, spec.vocab * spec.hidden)
+    need = 0
+    for dtype in wanted:
+        need = experts * _WIDTH.get(dtype, 2) + dense
+        if free is None or need < _MEMORY_SHARE * free:
+            return Way(dtype, True)
+    assert free is not None
+    raise DoesNotFit(
+        f"one layer of {spec.name} as {wanted[-1]} needs {format_bytes(need)} of memory, {format_bytes(free)} are free",
+        hint="convert the experts with 'ktplan convert-cpu' and give that with --store",
+    )
 
 
 def load(model: Path, store: Path | None, dtype: str, out: Output) -> Loaded:
@@ -156,3 +176,54 @@ def load(model: Path, store: Path | None, dtype: str, out: Output) -> Loaded:
         return step
 
     return Loaded(modules, forward, decoder, how)
+
+
+def record(
+    model: Path,
+    spec: ModelSpec,
+    corpus: Corpus,
+    way: Way,
+    store: Path | None,
+    out: Output,
+    *,
+    text: Text,
+    wishes: Wishes,
+    settings: dict[str, Any],
+    output: Path,
+) -> ActivationProfile:
+    """The routing of a corpus, by the whole model or layer by layer; unfinished work lies beside `output`."""
+    from ktplan.profile import recorder
+
+    about: dict[str, Any] = {
+        "encode": text.encode,
+        "wishes": wishes,
+        "tokenizer": text.digest,
+        "checkpoint": output.with_name(f"{output.name}.unfinished"),
+        "progress": out.progress(),
+    }
+    if way.by_layer:
+        from ktplan.model import open_safetensors
+        from ktplan.runtime.by_layer import record_by_layer
+
+        source = open_safetensors(model)
+        source.spec.check_experts()
+        how = {**settings, "dtype": way.dtype, "experts": "checkpoint", "by_layer": True}
+        return record_by_layer(
+            model,
+            source,
+            corpus,
+            dtype=network.as_dtype(way.dtype),
+            settings=how,
+            folder=output.parent,
+            **about,
+        )
+    net = load(model, store, way.dtype, out)
+    return recorder.record(
+        spec,
+        corpus,
+        modules=net.modules,
+        forward=net.forward,
+        decoder=net.decoder,
+        settings={**settings, **net.how},
+        **about,
+    )

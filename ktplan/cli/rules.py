@@ -33,9 +33,12 @@ def rules_command() -> None:
 @click.argument("rules_file", metavar="RULES", type=_File)
 @click.argument("model", metavar="MODEL")
 @click.option("--gpu-memory", type=ByteSize(), help="What a GPU has: more weights than that are an error.")
+@click.option("--store", type=_File, help="The expert store that the CPU will use: its real sizes count.")
 @click.option("--device", default="gpu", show_default=True, help="Where modules go that no rule takes.")
 @output_options
-def check_command(rules_file: Path, model: str, gpu_memory: int | None, device: str, out: Output) -> None:
+def check_command(
+    rules_file: Path, model: str, gpu_memory: int | None, store: Path | None, device: str, out: Output
+) -> None:
     """Say what each rule takes, what none takes, and what is wrong; loads no weights and runs no code of the file.
 
     Exit code 4 when there is an error: a rule that takes nothing, experts that do not exist, a GPU that is too small.
@@ -54,7 +57,12 @@ def check_command(rules_file: Path, model: str, gpu_memory: int | None, device: 
 
     skeleton = network.skeleton(path, network.as_dtype("bfloat16"))
     limits = {"gpu": gpu_memory} if gpu_memory is not None else {}
-    found = lint(skeleton, rules, device=device, limits=limits)
+    sizes = None
+    if store is not None:
+        from ktplan.runtime.loader import expert_bytes, open_sources
+
+        sizes = expert_bytes(skeleton, open_sources(path, store).store)
+    found = lint(skeleton, rules, device=device, expert_bytes=sizes, limits=limits)
     body = {
         "rules": [asdict(rule) for rule in found.rules],
         "findings": [asdict(finding) for finding in found.findings],

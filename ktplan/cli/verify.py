@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktplan.cli.options import output_options, warn_if_crowded
+from ktplan.cli.options import FiniteNumber, output_options, warn_if_crowded
 from ktplan.cli.output import Output
 from ktplan.errors import BadInput, KtplanError
 
@@ -21,7 +21,11 @@ _SHOWN = 10
 @click.command("verify")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option("--against", metavar="MODEL", help="Compare every expert with the model it was made from.")
-@click.option("--max-error", type=float, help="With --against: exit with 1 where a relative error is larger.")
+@click.option(
+    "--max-error",
+    type=FiniteNumber(min=0),
+    help="With --against: exit with 1 where a relative error is larger.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Default: all CPUs.")
 @output_options
 def verify_command(

@@ -14,13 +14,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ktplan import network
+from ktplan.artifact import replacing
 from ktplan.errors import BadInput, KtplanError
 from ktplan.model import WeightSource
 from ktplan.profile import Corpus
@@ -100,6 +103,23 @@ class Activations:
         """All rows to zero."""
         self._rows.zero_()
 
+    @property
+    def bytes(self) -> int:
+        """Size of all rows."""
+        return self._rows.nbytes
+
+    def save(self, path: Path) -> None:
+        """All rows as a plain file, whole or not at all."""
+        with replacing(path) as part:
+            self._rows.view(torch.uint8).numpy().tofile(part)
+
+    def restore(self, path: Path) -> bool:
+        """Take rows that `save` wrote; False, and nothing is changed, where the file is absent or of another size."""
+        if not path.is_file() or path.stat().st_size != self.bytes:
+            return False
+        self._rows.view(torch.uint8).numpy()[:] = np.fromfile(path, np.uint8).reshape(len(self._rows), -1)
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
@@ -152,6 +172,11 @@ class LayerByLayer:
         self.outputs = Activations(rows, width, dtype=dtype, folder=folder)
         self._embed()
 
+    @property
+    def network(self) -> Any:
+        """The whole network, of which one layer at a time has weights."""
+        return self._model
+
     def layer(self, layer: int) -> Any:
         """The network's module of a decoder layer."""
         return self._base.layers[layer]
@@ -195,16 +220,63 @@ class LayerByLayer:
             return self.outputs.read(next(place).rows, hidden.device).to(hidden.dtype)
 
         with self._experts_giving(layer, give):
+            for _ in self.through(layer):
+                pass
+
+    def through(self, layer: int) -> Iterator[Tensor]:
+        """Run a layer over all tokens, experts as they are now, and put what it gives in `boundary`.
+
+        Yields the ids of each batch, int64 [sequences, length], before that batch is run.
+        """
+        for batch in self._batches:
+            yield batch.ids
+            output = self._run(layer, batch)
+            if output is None:
+                raise KtplanError(f"layer {layer} gave no output")
+            if not bool(output.isfinite().all()):
+                raise BadInput(
+                    f"layer {layer} turns the text into values that are not finite",
+                    hint="the checkpoint is damaged, or its weights overflow; check it with 'ktplan eval'",
+                )
+            self.boundary.write(batch.rows, output.reshape(-1, output.shape[-1]))
+
+    @contextmanager
+    def experts_in(self, layer: int, dtype: torch.dtype) -> Iterator[None]:
+        """Compute a layer's experts, loaded in `dtype`, amid a layer in float32."""
+        module = self._experts[layer][1]
+        compute = module.forward
+
+        def cast(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            found: Tensor = compute(hidden.to(dtype), top_k_index, top_k_weights.to(dtype))
+            return found.to(hidden.dtype)
+
+        if dtype == torch.float32:
+            yield
+            return
+        with self._experts_giving(layer, cast):
+            yield
+
+    def following(self) -> Iterator[Tensor]:
+        """After the last layer: the most likely token after each sequence, int64 [sequences], batch by batch."""
+        heads = [self._model.get_input_embeddings(), self._model.get_output_embeddings()]
+        for name, module in list(self._model.named_modules()):
+            if any(module is head for head in heads):
+                self._load(name)
+        layers = list(self._base.layers)
+        try:
             for batch in self._batches:
-                output = self._run(layer, batch)
-                if output is None:
-                    raise KtplanError(f"layer {layer} gave no output")
-                if not bool(output.isfinite().all()):
-                    raise BadInput(
-                        f"layer {layer} turns the calibration text into values that are not finite",
-                        hint="the checkpoint is damaged, or its weights overflow; check it with 'ktplan eval'",
-                    )
-                self.boundary.write(batch.rows, output.reshape(-1, output.shape[-1]))
+                rows = self.boundary.read(batch.rows, self._device).view(*batch.ids.shape, -1)[:, -1:]
+                for module in layers:
+                    module.forward = partial(_instead, rows)
+                with torch.no_grad():
+                    answer = self._model(inputs_embeds=rows, use_cache=False, logits_to_keep=1)
+                yield answer.logits[:, -1].argmax(dim=-1).cpu()
+        finally:
+            for module in layers:
+                del module.forward
+            for head in heads:
+                if head is not None:
+                    network.unload(head)
 
     def stages(self, layer: int, names: Sequence[str]) -> list[list[str]]:
         """The linear modules `names` of a layer in the order in which they run; those with one input together."""
@@ -310,6 +382,10 @@ class LayerByLayer:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _instead(rows: Tensor, hidden: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    return rows
 
 
 def _hand_on(hidden: Tensor, *arguments: Any, **named: Any) -> Tensor:

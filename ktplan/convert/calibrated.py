@@ -2,7 +2,9 @@
 
 As convert-gpu does it: text goes through the model one decoder layer at a time, each expert is fitted to the second
 moments of its own tokens shrunk towards those of the whole layer, and what follows sees what the rounded experts give.
-Layers that an earlier run has finished are not rounded again: their experts are read back for what they give.
+Down projections do more: they are fitted not to their own old outputs but to what the layer lacks, so that each one
+makes up for what rounding did to its gate and up and to the experts before it. Layers that an earlier run has finished
+are not rounded again: their experts are read back for what they give.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from transformers.activations import ACT2FN
 
 from ktplan.artifact import sha256_bytes
 from ktplan.convert.calibrate import LayerByLayer, Routing, Text, read_text
-from ktplan.convert.expert import refuse_not_finite
-from ktplan.convert.expert_rounding import Activation, Calibration, LayerExperts, stacked
+from ktplan.convert.expert import pad_expert, refuse_not_finite
+from ktplan.convert.expert_rounding import BLOCK_ROWS, Activation, Calibration, LayerExperts, sample, stacked
 from ktplan.convert.job import Journal
 from ktplan.convert.sink import Sink
 from ktplan.errors import BadInput
-from ktplan.model import ExpertWeights
+from ktplan.model import ExpertWeights, ModelSpec
 from ktplan.model.source import PROJECTIONS, WeightSource
 from ktplan.profile import Corpus
 from ktplan.progress import Progress, Task
@@ -39,6 +41,9 @@ from ktplan.quant.stored import dequantize_stored, squared_error_stored
 from ktplan.store import ExpertStore, StoreManifest, StoreShape
 from ktplan.store.layout import U8, layout_for, pack_stored
 
+_TOKEN_BUFFERS = 4  # of hidden states: what enters a layer, what its experts see, give, and lack
+_MATRICES = 8  # of second moments and what is made of them, at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationText:
@@ -47,13 +52,20 @@ class CalibrationText:
     corpus: Corpus
     max_tokens: int = 65_536
     chunk: int = 256
-    settings: Calibration = field(default_factory=lambda: Calibration(effort=Effort()))
+    settings: Calibration = field(default_factory=lambda: Calibration(effort=Effort(polish=4)))
 
     @property
     def digest(self) -> str:
         """Changes with anything that may change a level."""
         files = [(file.name, file.sha256) for file in self.corpus.files]
         return sha256_bytes(repr((files, self.max_tokens, self.chunk, self.settings)).encode())
+
+    def memory(self, spec: ModelSpec) -> int:
+        """Bytes that fitting takes beside the experts under way: tokens' activations, second moments, a layer."""
+        tokens = 4 * _TOKEN_BUFFERS * self.max_tokens * spec.hidden
+        widest = max(spec.hidden, spec.moe_intermediate)
+        layer = spec.dense_bytes // max(spec.layers, 1) * 2 + 4 * 4 * spec.params_per_expert
+        return tokens + 4 * _MATRICES * widest * widest + layer
 
     def read(self, source: WeightSource, progress: Progress) -> Text:
         """The text as tokens of the model."""
@@ -68,8 +80,59 @@ class Fitted(NamedTuple):
     error: float
 
 
+Pair = tuple[Tensor, Tensor]  # gate above up, and down
+
+
+def _pieces(rows: Tensor) -> list[slice]:
+    return [slice(start, start + BLOCK_ROWS) for start in range(0, len(rows), BLOCK_ROWS)]
+
+
+class Wanted:
+    """What a matrix [N, K] should make of its inputs, as sums over tokens: the outputs need not be those it gave."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        self.moments = torch.zeros(inputs, inputs)  # of the inputs
+        self.cross = torch.zeros(inputs, outputs)  # inputs with wanted outputs
+        self.size = 0.0  # squares of the wanted outputs
+        self.tokens = 0.0
+
+    def add(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Rows of inputs [tokens, K] and the outputs [tokens, N] wanted for them."""
+        self.moments.addmm_(inputs.T, inputs)
+        self.cross.addmm_(inputs.T, outputs)
+        self.size += float(outputs.square().sum(dtype=torch.float64))
+        self.tokens += len(inputs)
+
+    def with_prior(self, prior: Wanted, weight: float) -> Wanted:
+        """Means over these tokens and `prior`'s, which count as `weight` tokens."""
+        share = weight / max(prior.tokens, 1)
+        whole = Wanted(*self.cross.shape)
+        total = max(self.tokens + weight, 1.0)
+        whole.moments = (self.moments + share * prior.moments) / total
+        whole.cross = (self.cross + share * prior.cross) / total
+        whole.size = (self.size + share * prior.size) / total
+        whole.tokens = total
+        return whole
+
+    def best_near(self, weight: Tensor, damp: float) -> Tensor:
+        """The matrix that gives the wanted outputs best by least squares, held back towards `weight` [N, K]."""
+        mean = float(self.moments.diagonal().mean())
+        if mean == 0:
+            return weight
+        damped = self.moments + damp * mean * torch.eye(len(self.moments))
+        change: Tensor = torch.linalg.solve(damped, self.cross - self.moments @ weight.T)
+        return weight + change.T
+
+    def error(self, weight: Tensor) -> float:
+        """Relative squared error of the outputs that `weight` gives."""
+        matrix = weight.double()
+        given = float(((matrix @ self.moments.double()) * matrix).sum())
+        rest = self.size - 2 * float((matrix.T * self.cross).sum(dtype=torch.float64)) + given
+        return max(rest, 0.0) / self.size if self.size else 0.0
+
+
 class RowExperts(LayerExperts):
-    """The experts of a layer, rounded row by row to a store's format."""
+    """The experts of a layer, rounded row by row to a store's format, in order."""
 
     def __init__(
         self, run: LayerByLayer, routing: Routing, activation: Activation, parts: int, scheme: Scheme,
@@ -78,6 +141,8 @@ class RowExperts(LayerExperts):
         # The GPTQ scheme is for files of another kind and not used here.
         super().__init__(run, routing, activation, GptqScheme(8, 128), calibration, torch.device("cpu"))
         self._parts, self._rounded_to = parts, scheme
+        # What the rounded experts so far give too little, [tokens, hidden].
+        self._lacking = torch.zeros(len(run.held_out), run.inputs.width)
 
     def fit(self, expert: int, weights: ExpertWeights) -> tuple[Fitted, Fitted]:
         """gate and up (one above the other), then down for what the rounded gate and up make of the inputs."""
@@ -87,15 +152,9 @@ class RowExperts(LayerExperts):
         fit = self._shrunk(self._hidden_moments(rows[~held]), self._layer_fit)
         judge = self._held(self._hidden_moments(rows[held]), self._layer_held)
         first = self._better(gate_up, fit, judge, self._grid(gate_up, 1))
-
-        rounded = first.rounded.weight()
-        prior = self._inner_moments(rounded, self._some(self._fit_rows, down.shape[1])).mean()
-        fit = self._shrunk(self._inner_moments(rounded, rows[~held]), prior)
-        judge = None
-        if self._layer_held is not None:
-            prior = self._inner_moments(rounded, self._some(self._held_rows, down.shape[1])).mean()
-            judge = self._held(self._inner_moments(rounded, rows[held]), prior)
-        return first, self._better(down, fit, judge, self._grid(down, self._parts))
+        second = self._fit_down(expert, gate_up, down, first.rounded.weight())
+        self._note_lack(expert, (gate_up, down), (first.rounded.weight(), second.rounded.weight()))
+        return first, second
 
     def _grid(self, weight: Tensor, parts: int) -> Grid:
         scheme = self._rounded_to
@@ -118,10 +177,58 @@ class RowExperts(LayerExperts):
         best = 0 if errors[0] <= errors[1] else 1
         return Fitted(found[best], errors[best])
 
-    @staticmethod
-    def _some(rows: Tensor, inputs: int) -> Tensor:
-        wanted = max(2048, 2 * inputs)
-        return rows if len(rows) <= wanted else rows[torch.arange(wanted) * len(rows) // wanted]
+    def _fit_down(self, expert: int, gate_up: Tensor, down: Tensor, rounded: Tensor) -> Fitted:
+        """The down projection that makes the layer lack least, given the rounded gate and up."""
+        rows = self._routing.rows[expert]
+        held = self._run.held_out[rows]
+        inputs = down.shape[1]
+        prior, layer = self._calibration.prior * inputs, sample(self._fit_rows, inputs)
+        fit = self._wanted(expert, (gate_up, down), rounded, ~held).with_prior(
+            self._wanted_of_layer(expert, (gate_up, down), rounded, layer), prior
+        )
+        judge = fit
+        if self._layer_held is not None:
+            layer = sample(self._held_rows, inputs)
+            share = len(self._held_rows) / max(len(self._fit_rows), 1)
+            judge = self._wanted(expert, (gate_up, down), rounded, held).with_prior(
+                self._wanted_of_layer(expert, (gate_up, down), rounded, layer), prior * share
+            )
+        effort, grid = self._calibration.effort, self._grid(down, self._parts)
+        with _one_thread():
+            found = [
+                with_feedback(fit.best_near(down, effort.damp), fit.moments, grid, effort),
+                nearest(down, fit.moments.diagonal(), grid),
+            ]
+        errors = [judge.error(candidate.weight()) for candidate in found]
+        best = 0 if errors[0] <= errors[1] else 1
+        return Fitted(found[best], errors[best])
+
+    def _wanted(self, expert: int, exact: Pair, rounded: Tensor, which: Tensor) -> Wanted:
+        """What down should give on some of the expert's own tokens: its share of the layer, and what that lacks."""
+        rows = self._routing.rows[expert][which]
+        shares = self._routing.weights[expert][which]
+        wanted = Wanted(rounded.shape[0] // 2, exact[1].shape[0])
+        for some, hidden in zip(_pieces(rows), self._blocks(rows), strict=True):
+            share = shares[some, None]
+            output = self._inner(exact[0], hidden) @ exact[1].T * share + self._lacking[rows[some]]
+            wanted.add(self._inner(rounded, hidden) * share, output)
+        return wanted
+
+    def _wanted_of_layer(self, expert: int, exact: Pair, rounded: Tensor, rows: Tensor) -> Wanted:
+        """The same for tokens of the layer at large, with the weight that the expert's own tokens have."""
+        shares = self._routing.weights[expert]
+        share = float(shares.square().mean().sqrt()) if len(shares) else 1.0
+        wanted = Wanted(rounded.shape[0] // 2, exact[1].shape[0])
+        for hidden in self._blocks(rows):
+            output = self._inner(exact[0], hidden) @ exact[1].T
+            wanted.add(self._inner(rounded, hidden) * share, output * share)
+        return wanted
+
+    def _note_lack(self, expert: int, exact: Pair, rounded: Pair) -> None:
+        rows, shares = self._routing.rows[expert], self._routing.weights[expert]
+        for some, hidden in zip(_pieces(rows), self._blocks(rows), strict=True):
+            lack = self._inner(exact[0], hidden) @ exact[1].T - self._inner(rounded[0], hidden) @ rounded[1].T
+            self._lacking[rows[some]] += lack * shares[some, None]
 
 
 @contextmanager
@@ -188,8 +295,9 @@ def _round(
     expert: int,
 ) -> ExpertWeights:
     """Round and write one expert; returns the weights that it has from now on."""
-    exact = source.expert(layer, expert)
-    refuse_not_finite(source, layer, expert, exact)
+    given = source.expert(layer, expert)
+    refuse_not_finite(source, layer, expert, given)
+    exact = ExpertWeights(*pad_expert(given, shape.intermediate))
     first, second = experts.fit(expert, exact)
     levels = first.rounded.levels.numpy(), second.rounded.levels.numpy()
     steps = first.rounded.step.numpy(), second.rounded.step.numpy()
@@ -199,13 +307,13 @@ def _round(
     found: dict[str, list[F32]] = {projection: [] for projection in PROJECTIONS}
     for part in range(shape.parts):
         own = slice(part * share, (part + 1) * share)
-        up = slice(inner + own.start, inner + own.stop)
+        below = slice(inner + own.start, inner + own.stop)
         scales = slice(
             part * (steps[1].shape[1] // shape.parts), (part + 1) * (steps[1].shape[1] // shape.parts)
         )
         pieces = {
             "gate": (exact.gate[own], _stored(levels[0][own], steps[0][own], scheme)),
-            "up": (exact.up[own], _stored(levels[0][up], steps[0][up], scheme)),
+            "up": (exact.up[own], _stored(levels[0][below], steps[0][below], scheme)),
             "down": (exact.down[:, own], _stored(levels[1][:, own], steps[1][:, scales], scheme)),
         }
         packed = [pack_stored(rows) for _, rows in pieces.values()]
@@ -216,9 +324,9 @@ def _round(
     errors = {name: _relative(*sums[name]) for name in PROJECTIONS}
     outputs = {"gate": first.error, "up": first.error, "down": second.error}
     sink.put(layer, expert, arrays, errors, {name: _relative(error, 1.0) for name, error in outputs.items()})
-    return ExpertWeights(
-        np.concatenate(found["gate"]), np.concatenate(found["up"]), np.concatenate(found["down"], axis=1)
-    )
+    kept = slice(0, inner - shape.padding)
+    gate, up = (np.concatenate(found[name])[kept] for name in ("gate", "up"))
+    return ExpertWeights(gate, up, np.ascontiguousarray(np.concatenate(found["down"], axis=1)[:, kept]))
 
 
 def _stored(levels: I8, step: F32, scheme: Scheme) -> QuantizedRows | QuantizedGroups:
@@ -240,7 +348,8 @@ def _finished_store(journal: Journal, source: WeightSource, scheme: Scheme, shap
     manifest = StoreManifest(
         model=job.model, family=spec.family, fingerprint=job.fingerprint, scheme=job.scheme, bits=scheme.bits,
         rounding=job.rounding, layout=layout_for(scheme.bits, scheme.group).name, parts=shape.parts,
-        layers=tuple(finished), experts=spec.experts, hidden=spec.hidden, intermediate=spec.moe_intermediate,
+        layers=tuple(finished), experts=spec.experts, hidden=spec.hidden, intermediate=shape.intermediate,
+        padding=shape.padding,
         activation=spec.activation,
         files=tuple(replace(done.file, name=f"{done.file.name}.part") for done in finished.values()),
         errors={},

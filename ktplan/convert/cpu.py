@@ -30,7 +30,8 @@ from ktplan.convert.expert import (
 from ktplan.convert.job import Arguments, Job, Journal, check_output, existing, output_folder
 from ktplan.convert.mixed import choose_wide, wide_count
 from ktplan.convert.sink import Sink, stamps_of
-from ktplan.errors import BadUsage
+from ktplan.errors import BadUsage, DoesNotFit
+from ktplan.hardware import available_memory
 from ktplan.kernels import Pool
 from ktplan.model.source import PROJECTIONS, WeightSource
 from ktplan.progress import SILENT, Progress, Task
@@ -38,6 +39,7 @@ from ktplan.quant.scheme import Scheme
 from ktplan.store.layout import check_parts, layout_for, padded
 from ktplan.store.manifest import StoreManifest, StoreShape
 from ktplan.store.writer import shard_bytes, write_index
+from ktplan.units import format_bytes
 
 if TYPE_CHECKING:
     from ktplan.convert.calibrated import CalibrationText
@@ -98,7 +100,7 @@ def plan_cpu(
 
     `measure` converts one expert to estimate the time. `mixed`: bytes that all experts may take when those that 4 bits
     hurt most have 8 (see `mixed.choose_wide`). Raises BadInput for sizes that fit no layout, BadUsage for an
-    illegal number of parts or an output that is in use, DoesNotFit for a disk that is too small.
+    illegal number of parts or an output that is in use, DoesNotFit for a disk or a memory that is too small.
     """
     spec = source.spec
     spec.check_experts(calibrated=calibration is not None)
@@ -109,17 +111,16 @@ def plan_cpu(
             hint="give --rounding gptq --calibration FILE... (or corpus:profile, the embedded text)",
         )
     job, shape = job_of(source, scheme, numa_parts, calibration, mixed), shape_of(source, scheme, numa_parts)
-    if shape.padding and calibration is not None:
-        raise BadUsage(
-            f"experts {spec.moe_intermediate} wide are padded to {shape.intermediate}, which --rounding gptq cannot do",
-            hint="use --rounding mse",
-        )
     bytes_out = sum(shard_bytes(shape, layer, facts_of(job)) for layer in job.layers)
     if mixed is not None:
         wide = wide_count(source, scheme, shape, mixed)
         bytes_out += wide * (shape.plain_bytes(8) - shape.plain_bytes(scheme.bits))
     resumed = check_output(out, job, bytes_out + _BYTES_OF_NAMES * spec.expert_count)
     workers = threads or default_threads()
+    peak = _peak_memory(source, shape, workers)
+    if calibration is not None:
+        peak += calibration.memory(source.spec)
+    _refuse_too_little_memory(peak, workers)
     return Plan(
         out=out,
         job=job,
@@ -129,7 +130,7 @@ def plan_cpu(
         bytes_in=spec.expert_bytes,
         bytes_out=bytes_out,
         disk_free=_free(out),
-        peak_memory=_peak_memory(source, shape, workers),
+        peak_memory=peak,
         threads=workers,
         seconds=_estimate(source, scheme, shape, workers) if measure and calibration is None else None,
     )
@@ -361,6 +362,15 @@ def _peak_memory(source: WeightSource, shape: StoreShape, threads: int) -> int:
     slots = (readers + 2) * (weights * item + shape.plain_bytes(shape.bits))
     scratch = threads * 40 * max(shape.hidden, shape.intermediate)
     return _resident() + slots + scratch + (0 if in_place else readers * 3 * 4 * weights)
+
+
+def _refuse_too_little_memory(peak: int, threads: int) -> None:
+    free = available_memory()
+    if free is not None and peak - _resident() > free:
+        raise DoesNotFit(
+            f"converting needs {format_bytes(peak)} of memory with {threads} threads, {format_bytes(free)} are free",
+            hint="end other programs, or use fewer --threads (with --calibration also fewer --max-tokens)",
+        )
 
 
 def _resident() -> int:

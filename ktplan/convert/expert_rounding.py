@@ -32,7 +32,7 @@ from ktplan.quant.gptq_format import GptqScheme
 
 Method = Literal["gptq", "rtn"]
 
-_BLOCK_ROWS = 4096  # tokens on the way through an expert at a time
+BLOCK_ROWS = 4096  # tokens on the way through an expert at a time
 _LEAST_SAMPLE = 2048  # tokens of the layer that stand for text in general at an expert's down projection
 
 Activation = Callable[[Tensor], Tensor]
@@ -98,7 +98,8 @@ def choose(
     `fit` [K, K] are the second moments that GPTQ and the scales are fitted to, `judge` others (None: the same ones).
     Without `fit`, or with `gptq` False, there is only rounding to nearest.
     """
-    importance = None if fit is None else fit.diagonal()
+    # With 8 bits next to nothing is gained by clipping weights that this text uses little, and other text would pay.
+    importance = fit.diagonal() if fit is not None and scheme.bits == 4 else None
     scales = search_scales(weight, scheme, importance, signed=effort.signed_scales)
     nearest = round_to_nearest(weight, scales, scheme)
     if fit is None:
@@ -157,11 +158,11 @@ class LayerExperts:
         del fit, judge
 
         rounded = first.rounded.weight()
-        prior = self._inner_moments(rounded, _sample(self._fit_rows, down.shape[1])).mean()
+        prior = self._inner_moments(rounded, sample(self._fit_rows, down.shape[1])).mean()
         fit = self._shrunk(self._inner_moments(rounded, fit_rows), prior)
         judge = None
         if self._layer_held is not None:
-            prior = self._inner_moments(rounded, _sample(self._held_rows, down.shape[1])).mean()
+            prior = self._inner_moments(rounded, sample(self._held_rows, down.shape[1])).mean()
             judge = self._held(self._inner_moments(rounded, held_rows), prior)
         second = choose(down, fit, judge, self._scheme, self._calibration.effort, gptq=gptq)
         return RoundedExpert(len(rows), first, second)
@@ -169,8 +170,8 @@ class LayerExperts:
     def give(self, expert: int, gate_up: Tensor, down: Tensor) -> None:
         """Add what an expert with these weights gives its tokens to the layer's outputs."""
         rows, weights = self._routing.rows[expert], self._routing.weights[expert]
-        for start in range(0, len(rows), _BLOCK_ROWS):
-            some = slice(start, start + _BLOCK_ROWS)
+        for start in range(0, len(rows), BLOCK_ROWS):
+            some = slice(start, start + BLOCK_ROWS)
             inner = self._inner(gate_up, self._run.inputs.read(rows[some], self._device))
             self._run.outputs.add(rows[some], (inner @ down.T) * weights[some, None].to(self._device))
 
@@ -209,15 +210,15 @@ class LayerExperts:
         return self._activation(gate) * up
 
     def _blocks(self, rows: Tensor) -> Iterator[Tensor]:
-        for start in range(0, len(rows), _BLOCK_ROWS):
-            yield self._run.inputs.read(rows[start : start + _BLOCK_ROWS], self._device)
+        for start in range(0, len(rows), BLOCK_ROWS):
+            yield self._run.inputs.read(rows[start : start + BLOCK_ROWS], self._device)
 
     @property
     def _layer_width(self) -> int:
         return self._run.inputs.width
 
 
-def _sample(rows: Tensor, inputs: int) -> Tensor:
+def sample(rows: Tensor, inputs: int) -> Tensor:
     """Evenly chosen rows, enough for second moments of `inputs` inputs to have full rank."""
     wanted = max(_LEAST_SAMPLE, 2 * inputs)
     if len(rows) <= wanted:

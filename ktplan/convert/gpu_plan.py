@@ -187,7 +187,7 @@ def _is_linear(model: nn.Module, name: str) -> bool:
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
-    except re.error as fault:
+    except (re.error, OverflowError, RecursionError) as fault:
         raise BadUsage(
             f"--include '{text}' is not a regular expression: {fault}", hint="e.g. 'self_attn'"
         ) from None

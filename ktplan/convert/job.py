@@ -14,7 +14,6 @@ on it checks what is there: a shard that was changed, or whose source was change
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -24,7 +23,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktplan.artifact import explained, fsync_directory, read_json, sha256_bytes, sha256_file, write_json
+from ktplan.artifact import (
+    explained,
+    fsync_directory,
+    locked_folder,
+    read_json,
+    sha256_bytes,
+    sha256_file,
+    write_json,
+)
 from ktplan.errors import BadInput, BadUsage, DoesNotFit, Interrupted, KtplanError
 from ktplan.store.manifest import JOB_FILE, MANIFEST_FILE, StoreFile, errors_from_json
 from ktplan.store.writer import INDEX_FILE, shard_name
@@ -215,7 +222,7 @@ def output_folder(
     resuming = (folder / JOB_FILE).is_file()
     made = [] if resuming else _new_folder(folder)
     journal = Journal(folder, job)
-    with explained(folder), _locked(folder):
+    with explained(folder), locked_folder(folder):
         try:
             if resuming:
                 _refuse_another_job(folder, job)
@@ -269,22 +276,6 @@ def _remove(folder: Path, made: list[Path]) -> None:
             entry.unlink()
         for path in made:
             path.rmdir()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second conversion out of the folder. The kernel drops the lock with the process, however it ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadUsage(
-                f"another conversion is writing to {folder}", hint="wait for it, or name another folder"
-            ) from None
-        yield
-    finally:
-        os.close(handle)
 
 
 def _damaged_job(folder: Path, fault: object) -> BadInput:

@@ -41,7 +41,6 @@ ALIASES = {
 # Architectures with routed experts that are of another kind than one stack of gated MLPs.
 UNREADABLE = {
     "diffusion_gemma": "its experts lie in an encoder and in a decoder",
-    "dbrx": "its experts are one flat matrix a projection",
     "doge": "its experts are rows of an embedding, not MLPs",
     "ernie4_5_vl_moe": "its text and vision experts have different sizes",
     "nllb-moe": "it is an encoder-decoder model, its experts have no gate",
@@ -56,11 +55,13 @@ class Form:
     """One way to store the experts of a layer: role ("gate", "up", "down", "gate_up") to what follows `layers.N.`.
 
     A name with {expert} is one matrix, a name without is the stack of all. `interleaved`: gate rows are the even ones
-    of gate_up, up rows the odd ones; otherwise gate is the first half.
+    of gate_up, up rows the odd ones; otherwise gate is the first half. `turned`: roles whose matrices are transposed
+    against the others'.
     """
 
     roles: Mapping[str, str]
     interleaved: bool = False
+    turned: frozenset[str] = frozenset()
 
     @property
     def fused(self) -> bool:
@@ -83,8 +84,8 @@ class Family:
     def names(self) -> dict[str, str]:
         """Projection to the name, with {layer} and {expert}, of the tensor that holds one expert's matrix."""
         form = next(form for form in self.forms if not form.fused)
-        before = self.experts_module.split("layers.{layer}.")[0]
-        return {role: f"{before}layers.{{layer}}.{tail}.weight" for role, tail in form.roles.items()}
+        before = self.experts_module.split("{layer}.")[0]
+        return {role: f"{before}{{layer}}.{tail}.weight" for role, tail in form.roles.items()}
 
     def activation(self, config: Config) -> str:
         """The name of what an expert computes from gate and up."""
@@ -112,6 +113,7 @@ class Family:
         return alpha, float(limit) if isinstance(limit, int | float) else None
 
 
+_ROLES = ("gate", "up", "gate_up", "down")
 _ACTIVATIONS = ("mlp_hidden_act", "hidden_act", "hidden_activation", "activation_function")
 
 
@@ -141,6 +143,13 @@ def family_in(config: Config) -> Family | None:
 
 def text_config(config: Config) -> Config:
     """The part of config.json that describes the language model."""
+    if isinstance(
+        inner := config.get("ffn_config"), Mapping
+    ):  # DBRX: "hidden_size" in there is not the model's
+        return {
+            **{key: inner[key] for key in inner if key in (*_TOP_K, *_EXPERTS, "ffn_hidden_size")},
+            **config,
+        }
     for key in _NESTED:
         inner = config.get(key)
         if isinstance(inner, Mapping) and (any(inner.get(k) for k in _EXPERTS) or _holds_text(inner)):
@@ -164,9 +173,10 @@ def architectures() -> dict[str, dict[str, Any]]:
 def _family(name: str) -> Family:
     entry, forms = architectures()[name], []
     for said in entry["forms"]:
-        roles = {role: text for role, text in said.items() if role != "interleaved"}
-        forms.append(Form(roles=roles, interleaved=bool(said.get("interleaved"))))
-    gated = "gate_up" in forms[-1].roles
+        roles = {role: text for role, text in said.items() if role in _ROLES}
+        turned = frozenset(said.get("turned", ()))
+        forms.append(Form(roles=roles, interleaved=bool(said.get("interleaved")), turned=turned))
+    gated = not {"gate", "gate_up"}.isdisjoint(forms[-1].roles)
     # Quantized derivatives of stacked models are stored one matrix an expert, under the stack's own name.
     tail = entry["module"].split("{layer}.")[1]
     single = {
@@ -194,7 +204,7 @@ def _nested(family: Family) -> Family:
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-_INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "ffn_hidden_size")
 _MOST_LAYERS = 10_000
 _CONTEXT = ("max_position_embeddings", "model_max_length", "max_seq_len", "seq_length")
 
@@ -252,7 +262,7 @@ def top_k(config: Config) -> int:
 def hidden(config: Config) -> int:
     """The width of the experts' inputs."""
     own = next((key for key in ("moe_hidden_size", "moe_latent_size") if config.get(key)), "hidden_size")
-    return integer(config, own)
+    return integer(config, own, "d_model")
 
 
 def intermediate(config: Config) -> int:
@@ -389,8 +399,9 @@ def kv_bytes(config: Config) -> int:
     if integer(config, "kv_lora_rank", default=0):
         # Latent attention caches one compressed vector and the rotary part of the key (DeepSeek-V2, section 2.1).
         return (integer(config, "kv_lora_rank") + integer(config, "qk_rope_head_dim")) * 2 * counted
-    heads = integer(config, "num_attention_heads", default=0)
+    heads = integer(config, "num_attention_heads", "n_heads", default=0)
     if not heads:
         return 0
-    head_dim = integer(config, "head_dim", "kv_channels", default=integer(config, "hidden_size") // heads)
+    width = integer(config, "hidden_size", "d_model")
+    head_dim = integer(config, "head_dim", "kv_channels", default=width // heads)
     return 2 * integer(config, "num_key_value_heads", default=heads) * head_dim * 2 * counted

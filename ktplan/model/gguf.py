@@ -18,8 +18,9 @@ import numpy as np
 
 from ktplan.errors import BadInput
 from ktplan.model.families import Family, family_of
+from ktplan.model.fingerprint import Run, fingerprint, packed_runs, sampled_experts
 from ktplan.model.header import TensorInfo
-from ktplan.model.safetensors import display_name, fingerprint
+from ktplan.model.safetensors import display_name
 from ktplan.model.source import Array, Biases, ExpertWeights
 from ktplan.model.spec import ModelSpec
 
@@ -197,7 +198,7 @@ class GgufSource:
             expert_bias=any(name.endswith(".bias") for name in self._names),
             activation_alpha=alpha,
             activation_limit=limit,
-            fingerprint=fingerprint(facts, dense, experts),
+            fingerprint=fingerprint(facts, dense, self._runs()),
         )
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
@@ -238,6 +239,17 @@ class GgufSource:
 
     def _roles(self, layer: int, expert: int) -> Roles:
         return self._stacks[layer] if layer in self._stacks else self._singles[layer, expert]
+
+    def _runs(self) -> list[Run]:
+        """Where samples of some experts lie, the same for stacks and single matrices; see `fingerprint`."""
+        runs: list[Run] = []
+        for layer in self._moe_layers:
+            for expert in sampled_experts(self._experts):
+                for role, info in sorted(self._roles(layer, expert).items()):
+                    size = info.bytes // (self._experts if layer in self._stacks else 1)
+                    start = info.start + (expert * size if layer in self._stacks else 0)
+                    runs += packed_runs(info, start, size, 2 if "gate_up" in role else 1)
+        return runs
 
     def _read(self, info: TensorInfo, expert: int) -> Array:
         stacked = not re.search(r"\.\d+\.(weight|bias)$", info.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ktplan.errors import BadInput
@@ -96,7 +96,7 @@ class Experts:
         """One matrix of an expert, its encoding known and its shapes checked."""
         held = self._layers[layer]
         rows, columns = self.sizes.shape(role)
-        transposed, stacked = held.transposed, held.form.fused
+        transposed, stacked = held.transposed != (role in held.form.turned), held.form.fused
         if transposed:
             rows, columns = columns, rows
         parts = {name: info for name, info in self.roles(layer, expert)[role].items() if name != "bias"}
@@ -156,10 +156,12 @@ class Experts:
 
     def _check_layer(self, layer: int) -> None:
         held = self._layers.get(layer)
+        if held is not None and held.form.fused:
+            self._split_flat(held)
         if held is None:
             form = next(iter(self._layers.values())).form if self._layers else self._family.forms[0]
             raise self._missing(form, layer, 0, min(form.roles, key=_ORDER.index))
-        held.transposed = held.form.fused and self._is_transposed(held.experts.get(None, {}))
+        held.transposed = held.form.fused and self._is_transposed(held)
         for expert in range(1 if held.form.fused else self.sizes.experts):
             roles = held.experts.get(None if held.form.fused else expert, {})
             for role in sorted(held.form.roles, key=_ORDER.index):
@@ -169,6 +171,14 @@ class Experts:
                 self._check_bias(roles[role].get("bias"), role, held.form.fused)
                 for info in roles[role].values():
                     self.names[info.name] = None
+
+    def _split_flat(self, held: Layer) -> None:
+        """Stacks that are one matrix, the experts one below the other (DBRX), get an axis for the experts."""
+        for parts in held.experts.get(None, {}).values():
+            for part, info in parts.items():
+                rows, left = divmod(info.shape[0] if len(info.shape) == 2 else 1, self.sizes.experts)
+                if not left and part == "weight":
+                    parts[part] = replace(info, shape=(self.sizes.experts, rows, info.shape[1]))
 
     def _check_bias(self, info: TensorInfo | None, role: str, stacked: bool) -> None:
         if info is None:
@@ -182,13 +192,13 @@ class Experts:
                 hint=MISMATCH,
             )
 
-    def _is_transposed(self, roles: Roles) -> bool:
+    def _is_transposed(self, held: Layer) -> bool:
         """Whether stacks are [inputs, outputs]: at least one of the two shapes can be read in one way only."""
-        votes = set()
-        for role, parts in roles.items():
+        votes, turned = set(), held.form.turned
+        for role, parts in held.experts.get(None, {}).items():
             info, (rows, columns) = parts.get("weight"), self.sizes.shape(role)
             if info is not None and rows != columns and info.shape[1:] in ((rows, columns), (columns, rows)):
-                votes.add(info.shape[1:] == (columns, rows))
+                votes.add((info.shape[1:] == (columns, rows)) != (role in turned))
         return votes == {True}
 
     def _missing(self, form: Form, layer: int, expert: int, role: str) -> BadInput:

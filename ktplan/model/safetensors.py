@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -17,13 +15,14 @@ from ktplan.errors import BadInput
 from ktplan.model import families
 from ktplan.model.encodings import METHODS, NUMPY, OTHER_VERSION, Hints, Piece, decode, floats
 from ktplan.model.families import Family, family_in, text_config
+from ktplan.model.fingerprint import Run, fingerprint, packed_runs, plain_runs, sampled_experts
 from ktplan.model.header import ITEM_BYTES, TensorInfo, refuse_lfs_pointer
 from ktplan.model.layout import Experts, Sizes, expert_like
 from ktplan.model.shards import find_tensors
-from ktplan.model.source import Array, Biases, ExpertWeights, Place
+from ktplan.model.source import PROJECTIONS, Array, Biases, ExpertWeights, Place
 from ktplan.model.spec import ModelSpec
 
-_SAMPLE_BYTES = 64  # of each dense tensor, into the fingerprint
+PLAIN = ("BF16", "F16", "F32")  # numbers as they are
 _MAIN = ("weight", "qweight", "packed")  # the part that names a matrix
 
 
@@ -77,7 +76,7 @@ class SafetensorsSource:
             expert_bias=self._experts.has_bias,
             activation_alpha=alpha,
             activation_limit=limit,
-            fingerprint=self._fingerprint(dense, experts),
+            fingerprint=self._fingerprint(dense),
         )
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
@@ -110,7 +109,7 @@ class SafetensorsSource:
             matrix = self._experts.matrix(layer, expert, role)
             info = matrix.parts.get("weight")
             plain = info is not None and set(parts) == {"weight"} and not matrix.transposed
-            if info is None or not plain or info.dtype not in ("BF16", "F16", "F32"):
+            if info is None or not plain or info.dtype not in PLAIN:
                 return None
             start = info.start + (expert * (info.bytes // info.shape[0]) if matrix.stacked else 0)
             place = Place(info.file, start, info.dtype, matrix.rows, matrix.columns)
@@ -170,14 +169,49 @@ class SafetensorsSource:
     def _bias(self, info: TensorInfo, layer: int, expert: int) -> Array:
         return floats(read_piece(info, expert if len(info.shape) > 1 else None))
 
-    def _fingerprint(self, dense: Iterable[TensorInfo], experts: Iterable[TensorInfo]) -> str:
-        """Config, headers, and 64 bytes from the middle of every dense tensor: fine-tunes of one model differ too."""
+    def _fingerprint(self, dense: Iterable[TensorInfo]) -> str:
         sizes = self._sizes
         facts = [
             self._family.name, sizes.layers, sizes.moe_layers, sizes.experts, sizes.hidden, sizes.intermediate,
             families.top_k(self._text), families.integer({**self._config, **self._text}, "vocab_size"),
+            sorted(self._experts.encodings), self._experts.has_bias,
         ]  # fmt: skip
-        return fingerprint(facts, dense, experts)
+        runs = [
+            run
+            for layer in sizes.moe_layers
+            for expert in sampled_experts(sizes.experts)
+            for run in self._runs(layer, expert)
+        ]
+        return fingerprint(facts, dense, runs)
+
+    def _runs(self, layer: int, expert: int) -> Iterator[Run]:
+        """Where samples of an expert lie: the same bytes in every form that holds the same weights."""
+        roles = self._experts.roles(layer, expert)
+        for projection in PROJECTIONS:
+            role = projection if projection in roles else "gate_up"
+            if role not in roles:  # an ungated expert has no gate
+                continue
+            matrix = self._experts.matrix(layer, expert, role)
+            second = int(role == "gate_up" and projection == "up")
+            halves = 2 if role == "gate_up" else 1
+            info = matrix.parts.get("weight")
+            if info is not None and info.dtype in PLAIN and len(matrix.parts) == 1:
+                rows, columns = self._sizes.shape(projection)
+                start, _ = _slice(info, expert if matrix.stacked else None)
+                row = rows // 2
+                row = (
+                    2 * row + second
+                    if halves == 2 and self._experts.interleaved(layer)
+                    else second * rows + row
+                )
+                yield from plain_runs(
+                    info.file, start, ITEM_BYTES[info.dtype], rows, columns,
+                    row=row, total_rows=halves * rows, transposed=matrix.transposed,
+                )  # fmt: skip
+                continue
+            for _, info in sorted(matrix.parts.items()):
+                found = list(packed_runs(info, *_slice(info, expert if matrix.stacked else None), halves))
+                yield found[second]
 
 
 def open_safetensors(path: Path) -> SafetensorsSource:
@@ -192,23 +226,6 @@ def open_safetensors(path: Path) -> SafetensorsSource:
     return SafetensorsSource(root, config, family, find_tensors(path, root))
 
 
-def fingerprint(facts: object, dense: Iterable[TensorInfo], experts: Iterable[TensorInfo]) -> str:
-    """sha256 of facts, of tensor names, dtypes and shapes, and of a few bytes of every dense tensor."""
-    dense = list(dense)
-    digest = hashlib.sha256(json.dumps(facts).encode())
-    for info in sorted([*dense, *experts], key=lambda tensor: tensor.name):
-        digest.update(f"{info.name} {info.dtype} {info.shape}\n".encode())
-    samples: dict[str, bytes] = {}
-    for file, infos in _by_file(dense).items():
-        with file.open("rb") as handle:
-            for info in infos:
-                handle.seek(info.start + max(0, info.bytes - _SAMPLE_BYTES) // 2)
-                samples[info.name] = handle.read(min(info.bytes, _SAMPLE_BYTES))
-    for name in sorted(samples):  # by name: the same model in other shards is the same model
-        digest.update(samples[name])
-    return "sha256:" + digest.hexdigest()
-
-
 def widen(raw: bytes, dtype: str) -> Array:
     """BF16, F16 or F32 bytes to float32, exactly."""
     return floats(Piece(dtype, np.frombuffer(raw, NUMPY[dtype])))
@@ -219,10 +236,10 @@ def read_piece(info: TensorInfo, index: int | None = None) -> Piece:
     if not info.shape:
         index = None  # one number for the whole stack
     shape = info.shape if index is None else info.shape[1:]
-    size = info.bytes if index is None else info.bytes // info.shape[0]
+    start, size = _slice(info, index)
     try:
         with info.file.open("rb") as file:
-            file.seek(info.start + (index or 0) * size)
+            file.seek(start)
             raw = file.read(size)
     except OSError as fault:
         raise BadInput(
@@ -233,19 +250,20 @@ def read_piece(info: TensorInfo, index: int | None = None) -> Piece:
     return Piece(info.dtype, np.frombuffer(raw, NUMPY[info.dtype]).reshape(shape))
 
 
+def _slice(info: TensorInfo, index: int | None) -> tuple[int, int]:
+    """Where a tensor's bytes begin and how many there are, or those of entry `index` of its first axis."""
+    if index is None or not info.shape:
+        return info.start, info.bytes
+    size = info.bytes // info.shape[0]
+    return info.start + index * size, size
+
+
 def display_name(root: Path) -> str:
     """The folder's name; for the Hugging Face cache (models--org--name/snapshots/<commit>) the model's."""
     root = root.resolve()
     if root.parent.name == "snapshots":
         return root.parent.parent.name.removeprefix("models--").replace("--", "/")
     return root.name
-
-
-def _by_file(tensors: Iterable[TensorInfo]) -> dict[Path, list[TensorInfo]]:
-    files: dict[Path, list[TensorInfo]] = {}
-    for info in sorted(tensors, key=lambda tensor: tensor.name):
-        files.setdefault(info.file, []).append(info)
-    return files
 
 
 def _elements(info: TensorInfo) -> int:

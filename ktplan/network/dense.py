@@ -97,18 +97,19 @@ def load_experts(
 ) -> None:
     """Fill transformers' experts module of one layer: `gate_up_proj [E, 2I, H]`, `down_proj [E, H, I]`.
 
-    As the class says of itself: transposed, gate and up in turns, with biases.
+    As the class says of itself: transposed, gate and up in turns, with biases. Tensors of that type and device that the
+    module has already are written over.
     """
     names = ["gate_up_proj", "down_proj"]
     if source.expert_biases(layer, 0).down is not None:
         names += ["gate_up_proj_bias", "down_proj_bias"]
-    kept = {
-        name: torch.empty(getattr(module, name).shape, dtype=as_dtype(dtype), device=device) for name in names
-    }
-    in_turns, transposed = (
-        not getattr(module, "is_concatenated", True),
-        getattr(module, "is_transposed", False),
-    )
+    kept: dict[str, torch.Tensor] = {}
+    for name in names:
+        held = getattr(module, name).data
+        same = (held.dtype, held.device) == (as_dtype(dtype), torch.device(device))
+        kept[name] = held if same else torch.empty(held.shape, dtype=as_dtype(dtype), device=device)
+    in_turns = not getattr(module, "is_concatenated", True)
+    transposed = getattr(module, "is_transposed", False)
     for expert in range(len(kept["down_proj"])):
         weights = source.expert(layer, expert)
         both, down = _joined(weights.gate, weights.up, in_turns), tensor_of(weights.down)

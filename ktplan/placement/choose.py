@@ -16,7 +16,7 @@ from ktplan.errors import BadUsage
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.placement.cost import Costs
 from ktplan.placement.replay import Floats, Mask, Routing, orders, to_mask
-from ktplan.placement.solve import Solution, solve
+from ktplan.placement.solve import Solution, Tables, solve
 from ktplan.placement.strategies import DEFAULT_SEED, STRATEGIES, Cells, choose
 from ktplan.profile.profile import Counts
 
@@ -76,13 +76,29 @@ class Chooser:
             )
         if self.strategy == "robust":
             return self._robust(documents)
-        order = orders(counts)
-        solution = solve(self.routing.tables(self.costs, order, documents), self.slots)
+        order, tables = self._tables(counts, documents)
+        solution = solve(tables, self.slots)
         return Chosen(to_mask(order, solution.numbers), solution, profile.layers)
 
     def _counts(self, documents: Mask | None) -> Counts:
-        counts = self.routing.counts if documents is None else self.routing.counts[documents]
-        return np.asarray(counts.sum(axis=0), dtype=np.int64)
+        held, key = self.routing.kept, b"" if documents is None else documents.tobytes()
+        if key not in held:
+            counts = self.routing.counts if documents is None else self.routing.counts[documents]
+            held[key] = np.asarray(counts.sum(axis=0), dtype=np.int64)
+        found: Counts = held[key]
+        return found
+
+    def _tables(self, counts: Counts, documents: Mask | None) -> tuple[npt.NDArray[np.int64], Tables]:
+        """Order and tables of some documents: the same at every number of slots, so they are kept."""
+        assert self.costs is not None
+        held = self.routing.kept
+        key = (self.costs, b"" if documents is None else documents.tobytes())
+        if key not in held:
+            order = orders(counts)
+            shares = None if documents is None else documents.astype(np.float64)
+            held[key] = order, Tables(self.routing.tables(self.costs, order, shares))
+        found: tuple[npt.NDArray[np.int64], Tables] = held[key]
+        return found
 
     def _robust(self, documents: Mask | None) -> Chosen:
         weights = self.robust_weights() if self.weights is None else self.weights
@@ -117,11 +133,10 @@ class Chooser:
             shares.append(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
         mixed = np.tensordot(weights, np.stack(shares), axes=1)
         order = np.argsort(-mixed, axis=1, kind="stable").astype(np.int64)
-        tables = sum(
-            weight * self.routing.tables(self.costs, order, part)
-            for weight, part in zip(weights, parts, strict=True)
-        )
-        solution = solve(np.asarray(tables), self.slots)
+        each = np.zeros(self.routing.profile.documents)
+        for weight, part in zip(weights, parts, strict=True):
+            each[part] += weight / max(self.routing.weights[part].sum(), 1e-300)
+        solution = solve(Tables(self.routing.tables(self.costs, order, each)), self.slots)
         return Chosen(to_mask(order, solution.numbers), solution, self.routing.profile.layers)
 
 
@@ -143,6 +158,7 @@ class Judged(NamedTuple):
     seconds: Floats  # [documents]: routed experts of a step; held out where there are several documents
     weights: Floats
     folds: int | None
+    widening: float = 1.0  # of intervals, because the set follows its text; see curves.widening
 
 
 def judge(chooser: Chooser, folds: int) -> Judged:
@@ -162,7 +178,8 @@ def judge(chooser: Chooser, folds: int) -> Judged:
         held[mine] = routing.hits(apart)[mine]
         spent, weight = _times(chooser, apart, mine)
         seconds[mine], weights[mine] = spent[mine], weight[mine]
-    return Judged(whole, routing.hits(mask), held, seconds, weights, folds)
+    wider = 1.0 if chooser.strategy in _FIXED else routing.widening
+    return Judged(whole, routing.hits(mask), held, seconds, weights, folds, wider)
 
 
 def better(first: Judged, second: Judged) -> bool:

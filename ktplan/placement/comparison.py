@@ -15,8 +15,18 @@ from ktplan.placement.decide import FOLDS
 from ktplan.placement.predict import Setting, rates, rest_of
 from ktplan.placement.replay import Floats, Mask, Routing
 from ktplan.placement.strategies import DEFAULT_SEED
+from ktplan.placement.update import (
+    Ints,
+    chances_of,
+    first,
+    fit_kappas,
+    kt_update,
+    place_by,
+    ranking,
+    scores,
+    sequences,
+)
 from ktplan.placement.update import State as UpdateState
-from ktplan.placement.update import chances_of, fit_kappas, kt_update, place_by, scores, sequences
 from ktplan.profile.profile import ActivationProfile
 
 RATIOS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -83,7 +93,7 @@ def _static(chooser: Chooser, ratio: float, setting: Setting) -> Row:
         plain = judge(replace(chooser, strategy="frequency"), FOLDS)
         judged = judged if better(judged, plain) else plain
     hits = judged.hits if judged.held_hits is None else judged.held_hits
-    speed = rates(rest_of(setting) + judged.seconds, judged.weights, setting.batch)
+    speed = rates(rest_of(setting) + judged.seconds, judged.weights, setting.batch, judged.widening)
     rate = float(hits.sum() / chooser.routing.slots.sum())
     return Row(chooser.strategy, ratio, chooser.slots, rate, *speed)
 
@@ -106,20 +116,23 @@ def _dynamic(routing: Routing, asked: list[tuple[float, int]], setting: Setting,
             trace.of(inner.tolist()), profile.counts[inner], profile.top_k, budgets, prompt, most=_FITTED
         )
         cuts = sequences(trace, profile.experts, prompt, np.flatnonzero(~rest).tolist())
+        ranked: dict[tuple[int, float], Ints] = {}
         for (ratio, slots), kappa in zip(asked, kappas, strict=True):
             start = place_by(counts.astype(np.float64), slots)
-            for cut in cuts:
+            for number, cut in enumerate(cuts):
                 state = UpdateState(hits=cut.prompt.astype(np.float64), tokens=float(prompt), gpu=start)
+                if (number, kappa) not in ranked:
+                    ranked[number, kappa] = ranking(scores(state, chances, kappa))
                 for name, mask in (
                     (DYNAMIC, kt_update(start, cut.prompt)),
-                    (SHRUNK, place_by(scores(state, chances, kappa), slots)),
+                    (SHRUNK, first(ranked[number, kappa], slots, start.shape)),
                 ):
                     one = (_seconds(cut.rest, mask, setting), *_served(cut.rest, mask))
                     outcome.setdefault((name, ratio), []).append(one)
     rows = []
     for (name, ratio), found in outcome.items():
         seconds, hits, weights = (np.array(column, dtype=np.float64) for column in zip(*found, strict=True))
-        speed = rates(rest_of(setting) + seconds, weights, setting.batch)
+        speed = rates(rest_of(setting) + seconds, weights, setting.batch, routing.widening)
         rows.append(Row(name, ratio, dict(asked)[ratio], float(hits.sum() / weights.sum()), *speed))
     return rows
 

@@ -1,8 +1,8 @@
 """What a set of experts is worth: the share of routed slots (token x top-k) that the GPU serves.
 
 A profile flatters the plan that was made from it. So every rate comes twice: in-sample, and held out, where each
-document is judged by a plan that never saw it. Tokens of one document choose alike, therefore folds and bootstrap
-draws are whole documents; error bars over tokens would be several times too narrow.
+document is judged by a plan that never saw it. Tokens of one document choose alike, therefore folds and draws are
+whole documents; error bars over tokens would be several times too narrow. Intervals are for as many other documents.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from ktplan.placement.budget import slots_of
 from ktplan.placement.choose import Chooser, Judged, judge
 from ktplan.placement.replay import Routing
 from ktplan.placement.strategies import DEFAULT_SEED, STRATEGIES, Cells, choose
-from ktplan.profile.curves import band
+from ktplan.profile.interval import interval
 from ktplan.profile.profile import ActivationProfile
 
 FOLDS: Final = 5
-DRAWS: Final = 1000
 _PLACES: Final = 6  # decimals of a rate in a file: far below any interval, and the same on every machine
 
 
@@ -34,7 +33,7 @@ class Expectation:
 
     in_sample: float
     held_out: float | None
-    held_out_low: float | None  # 5 % quantile over bootstrapped documents
+    held_out_low: float | None  # 5 %, on as many other documents
     held_out_high: float | None  # 95 %
     uniform: float  # what `uniform` with as many slots serves of the same profile
     random: float  # what `random` does
@@ -49,7 +48,7 @@ class Expectation:
 
 
 class HeldOut(NamedTuple):
-    """A held-out hit rate and its 5 to 95 % band over documents."""
+    """A held-out hit rate and its 5 to 95 % interval for as many other documents."""
 
     rate: float
     low: float
@@ -94,9 +93,11 @@ def held_out_of(judged: Judged, profile: ActivationProfile, seed: int) -> HeldOu
     if judged.held_hits is None or judged.folds is None:
         return None
     slots = profile.slots()
-    low, high = band(judged.held_hits[:, None], slots, DRAWS, seed & 0xFFFFFFFF)
+    low, high = interval(judged.held_hits, slots, judged.widening, seed=seed)
     rate = _rate(judged.held_hits, slots)
-    return HeldOut(rate, round(float(low[0]), _PLACES), round(float(high[0]), _PLACES), judged.folds)
+    return HeldOut(
+        rate, round(max(0.0, float(low)), _PLACES), round(min(1.0, float(high)), _PLACES), judged.folds
+    )
 
 
 def expect(

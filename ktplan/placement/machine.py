@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ktplan.artifact import read_json, write_json
+from ktplan.artifact import parsed, read_json, write_json
 from ktplan.errors import BadInput
 
 KIND: Final = "hardware"
@@ -128,13 +128,7 @@ class HardwareSpec:
     @classmethod
     def load(cls, path: Path) -> HardwareSpec:
         """Read and check hardware.json. Raises BadInput for a missing, damaged, foreign or newer file."""
-        body = read_json(path, KIND, VERSION)
-        try:
-            return _parse(body)
-        except BadInput as fault:
-            raise BadInput(f"{path} is damaged: {fault.message}", hint=fault.hint or _AGAIN) from None
-        except (KeyError, TypeError, ValueError, AttributeError) as fault:
-            raise BadInput(f"{path} is damaged: {type(fault).__name__} {fault}", hint=_AGAIN) from None
+        return parsed(path, _parse, read_json(path, KIND, VERSION), _AGAIN)
 
 
 def _parse(body: Mapping[str, Any]) -> HardwareSpec:

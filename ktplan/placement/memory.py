@@ -145,7 +145,7 @@ def _linear_state(config: Mapping[str, Any]) -> int:
     values, keys = _int(config, "linear_num_value_heads", 0), _int(config, "linear_num_key_heads", 0)
     key_size, value_size = _int(config, "linear_key_head_dim", 0), _int(config, "linear_value_head_dim", 0)
     kernel = _int(config, "linear_conv_kernel_dim", 4)
-    convolution = (2 * keys * key_size + values * value_size) * max(0, kernel - 1)
+    convolution = (2 * keys * key_size + values * value_size) * kernel  # transformers keeps as many columns
     return values * key_size * value_size * _STATE_WIDTH + convolution * _WIDTH
 
 

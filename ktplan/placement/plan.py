@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ktplan.artifact import json_bytes, read_json, write_whole
+from ktplan.artifact import json_bytes, parsed, read_json, write_whole
 from ktplan.errors import BadInput, BadUsage
 from ktplan.experts import ExpertSet, format_ranges, parse_ranges
 from ktplan.model import ModelSpec
@@ -150,13 +150,7 @@ class PlacementPlan:
     @classmethod
     def load(cls, path: Path) -> PlacementPlan:
         """Read and check a plan. Raises BadInput for a missing, damaged, foreign or newer file."""
-        body = read_json(path, KIND, VERSION)
-        try:
-            return _parse(body)
-        except BadInput as fault:
-            raise BadInput(f"{path} is damaged: {fault.message}", hint=fault.hint or _AGAIN) from None
-        except (KeyError, TypeError, ValueError, AttributeError) as fault:
-            raise BadInput(f"{path} is damaged: {type(fault).__name__} {fault}", hint=_AGAIN) from None
+        return parsed(path, _parse, read_json(path, KIND, VERSION), _AGAIN)
 
 
 def make_plan(

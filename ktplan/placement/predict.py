@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -12,9 +12,8 @@ from ktplan.placement.choose import Chooser, Judged
 from ktplan.placement.cost import Costs
 from ktplan.placement.machine import HardwareSpec
 from ktplan.placement.replay import Floats, Mask, Routing
+from ktplan.profile.interval import interval
 
-DRAWS: Final = 1000
-BAND: Final = (0.05, 0.95)
 _PROMPT: Final = 512  # tokens of the prompt that the prefill figure is for
 _DIGITS: Final = 5
 
@@ -23,8 +22,8 @@ _DIGITS: Final = 5
 class Prediction:
     """Rates in tokens a second; held out where the profile has several documents.
 
-    The interval is over documents alone; the machine's own spread comes on top. `per_gib` and `per_16k_context` are
-    tokens a second that one more GiB of GPU memory brings and 16,384 more tokens of context cost.
+    The interval is for as many other documents; the machine's own spread comes on top. `per_gib` and
+    `per_16k_context` are tokens a second that one more GiB of GPU memory brings and 16,384 more tokens of context cost.
     """
 
     machine: str
@@ -77,11 +76,15 @@ class Setting:
     top_k: int
 
 
-def predict(judged: Judged, chooser: Chooser, setting: Setting) -> Prediction:
-    """All figures for one plan."""
+def predict(judged: Judged, chooser: Chooser, setting: Setting, alike: Mask | None = None) -> Prediction:
+    """All figures for one plan.
+
+    What memory is worth is told of the chooser's own sets; `alike` is the one it makes now where that is not the
+    plan's (several GPUs).
+    """
     rest = rest_of(setting)
     step = rest + judged.seconds
-    decode, low, high = rates(step, judged.weights, setting.batch)
+    decode, low, high = rates(step, judged.weights, setting.batch, judged.widening)
     mask = judged.chosen.mask
     solution = judged.chosen.solution
     mean = float((step * judged.weights).sum() / judged.weights.sum())
@@ -97,8 +100,8 @@ def predict(judged: Judged, chooser: Chooser, setting: Setting) -> Prediction:
         held_out=judged.held_hits is not None,
         replayed=chooser.routing.replayed,
         bottleneck=bottleneck(chooser.routing, mask, setting),
-        per_gib=_per_gib(chooser, mask, setting),
-        per_16k_context=_per_context(chooser, mask, setting),
+        per_gib=_per_gib(chooser, mask if alike is None else alike, setting),
+        per_16k_context=_per_context(chooser, mask if alike is None else alike, setting),
         deferral=depth,
         deferral_gain=gain,
         bound_seconds=solution.bound if solution else None,
@@ -112,16 +115,12 @@ def rest_of(setting: Setting) -> float:
     return setting.costs.head + setting.layers * setting.costs.attention
 
 
-def rates(step: Floats, weights: Floats, batch: int, seed: int = 42) -> tuple[float, float, float]:
-    """(tokens a second, 5 %, 95 %) over whole documents drawn with replacement."""
+def rates(step: Floats, weights: Floats, batch: int, widening: float = 1.0) -> tuple[float, float, float]:
+    """(tokens a second, 5 %, 95 %) for as many other documents; see `ktplan.profile.interval`."""
     mean = float((step * weights).sum() / weights.sum())
-    draw = np.random.RandomState(seed)
-    chosen = draw.randint(0, len(step), size=(DRAWS, len(step)))
-    totals = weights[chosen].sum(axis=1)
-    kept = totals > 0
-    means = (step * weights)[chosen].sum(axis=1)[kept] / totals[kept]
-    low, high = np.quantile(batch / means, BAND) if kept.any() else (batch / mean, batch / mean)
-    return batch / mean, float(low), float(high)
+    fast, slow = interval(step * weights, weights, widening)
+    # A step of no time at all is the tail of a normal approximation, no speed.
+    return batch / mean, batch / float(slow), batch / max(float(fast), mean / 10)
 
 
 def expert_seconds(routing: Routing, mask: Mask, costs: Costs) -> float:
@@ -211,10 +210,7 @@ def _per_context(chooser: Chooser, mask: Mask, setting: Setting) -> float:
 
 
 def _with_more(chooser: Chooser, mask: Mask, setting: Setting, slots: int, seconds: float) -> float:
-    from dataclasses import replace
-
-    cells = mask.size
-    target = min(cells, max(0, chooser.slots + slots))
+    target = min(mask.size, max(0, chooser.slots + slots))
     rest = rest_of(setting)
     now = rest + expert_seconds(chooser.routing, mask, setting.costs)
     other = replace(chooser, slots=target).choose()

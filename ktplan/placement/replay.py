@@ -12,6 +12,7 @@ ranks gives the whole table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from ktplan.experts import ExpertId, ExpertSet
 from ktplan.placement.cost import Costs
+from ktplan.profile.curves import widening
 from ktplan.profile.profile import ActivationProfile, Counts
 
 Floats = npt.NDArray[np.float64]
@@ -48,6 +50,7 @@ class Routing:
         self, profile: ActivationProfile, *, batch: int = 1, seed: int = 42, tokens: int = TOKENS
     ) -> None:
         self.profile, self.batch = profile, batch
+        self.kept: dict[Any, Any] = {}  # what choosers found that does not depend on the number of slots
         self.counts: Counts = profile.counts
         self.slots = profile.slots().astype(np.float64)
         self._ids: npt.NDArray[np.uint16] | None = None
@@ -59,6 +62,11 @@ class Routing:
     def replayed(self) -> bool:
         """True where a trace decides, False where shares do."""
         return self._ids is not None
+
+    @cached_property
+    def widening(self) -> float:
+        """See `ktplan.profile.curves.widening`."""
+        return widening(self.profile)
 
     @property
     def layers(self) -> int:
@@ -77,7 +85,20 @@ class Routing:
 
     def hits(self, mask: Mask) -> Counts:
         """int64 [documents]: slots that the GPU serves, from all counts."""
-        return np.asarray((self.counts * mask).sum(axis=(1, 2)), dtype=np.int64)
+        # Whole numbers in floats: exact, and a matrix product is many times faster than a sum over a mask.
+        return np.asarray((self._flat @ mask.ravel().astype(self._flat.dtype)).astype(np.int64))
+
+    @cached_property
+    def _flat(self) -> npt.NDArray[np.floating[Any]]:
+        exact = np.float32 if self.slots.max(initial=0) < 2**24 else np.float64
+        return self.counts.reshape(len(self.counts), -1).astype(exact)
+
+    @cached_property
+    def weights(self) -> Floats:
+        """[documents]: what each weighs in times, replayed tokens or all."""
+        if self._ids is None:
+            return self.profile.tokens.astype(np.float64)
+        return np.bincount(self._owners, minlength=self.profile.documents).astype(np.float64)
 
     def times(self, costs: Costs, mask: Mask, documents: Mask | None = None) -> Times:
         """Seconds of a step's routed experts, by document; of some alone where only those are asked for."""
@@ -94,14 +115,28 @@ class Routing:
             spent += table[choices - mask[layer].view(np.uint8)[chosen].sum(axis=1, dtype=np.int64)]
         return self._by_document(spent, self._owners[kept])
 
-    def tables(self, costs: Costs, order: npt.NDArray[np.int64], documents: Mask | None = None) -> Floats:
-        """float64 [layers, experts + 1]: mean time by number of GPU experts, taken in `order` [layers, experts]."""
-        if self._ids is None:
-            return self._tables_by_share(costs, order, documents)
-        kept = np.ones(len(self._owners), bool) if documents is None else documents[self._owners]
-        return np.stack([self._table(costs, layer, order[layer], kept) for layer in range(self.layers)])
+    def tables(self, costs: Costs, order: npt.NDArray[np.int64], shares: Floats | None = None) -> Floats:
+        """float64 [layers, experts + 1]: mean time by number of GPU experts, taken in `order` [layers, experts].
 
-    def _table(self, costs: Costs, layer: int, order: npt.NDArray[np.int64], kept: Mask) -> Floats:
+        `shares` [documents] multiplies what each document weighs; 0 leaves it out.
+        """
+        weights = self.weights if shares is None else self.weights * shares
+        if self._ids is None:
+            return self._tables_by_share(costs, order, weights / max(weights.sum(), 1e-300))
+        kept = np.flatnonzero(weights[self._owners])
+        each = (
+            None if shares is None or len(np.unique(shares[weights > 0])) < 2 else shares[self._owners[kept]]
+        )
+        return np.stack([self._table(costs, layer, order[layer], kept, each) for layer in range(self.layers)])
+
+    def _table(
+        self,
+        costs: Costs,
+        layer: int,
+        order: npt.NDArray[np.int64],
+        kept: npt.NDArray[np.int64],
+        each: Floats | None,
+    ) -> Floats:
         assert self._ids is not None
         rank = np.empty(self.experts, dtype=np.int16)
         rank[order] = np.arange(self.experts, dtype=np.int16)
@@ -114,9 +149,10 @@ class Routing:
         for place in range(
             choices
         ):  # n passes the rank of the (place + 1)-th best expert: one fewer on the CPU
-            seen = np.bincount(ranks[:, place], minlength=self.experts)
+            seen = np.bincount(ranks[:, place], weights=each, minlength=self.experts)
             change[1:] += seen * (steps[choices - place - 1] - steps[choices - place])
-        return steps[choices] + np.cumsum(change) / max(1, len(ranks))
+        total = float(len(ranks)) if each is None else float(each.sum())
+        return steps[choices] + np.cumsum(change) / max(total, 1e-300)
 
     def _take(self, profile: ActivationProfile, seed: int, tokens: int) -> None:
         trace = profile.trace
@@ -169,10 +205,9 @@ class Routing:
         share = 1.0 - (self.counts * mask).sum(axis=2) / per_layer
         return Times(_of_share(costs, self.profile.top_k)(share).sum(axis=1), weights)
 
-    def _tables_by_share(self, costs: Costs, order: npt.NDArray[np.int64], documents: Mask | None) -> Floats:
-        kept = np.flatnonzero(np.ones(len(self.counts), bool) if documents is None else documents)
-        weights = self.profile.tokens[kept].astype(np.float64)
-        weights /= weights.sum()
+    def _tables_by_share(self, costs: Costs, order: npt.NDArray[np.int64], shares: Floats) -> Floats:
+        kept = np.flatnonzero(shares)
+        weights = shares[kept]
         of_share = _of_share(costs, self.profile.top_k)
         rows = []
         for layer in range(self.layers):

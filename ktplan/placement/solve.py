@@ -38,9 +38,18 @@ class Solution(NamedTuple):
         return max(0.0, (self.value - self.bound) / self.value) if self.value > 0 else 0.0
 
 
-def solve(tables: Floats, slots: int) -> Solution:
+class Tables:
+    """Cost tables with their hulls, which are the same for any number of slots."""
+
+    def __init__(self, values: Floats) -> None:
+        self.values = values
+        self.steps = _steps(values)
+
+
+def solve(given: Tables | Floats, slots: int) -> Solution:
     """The best numbers for equal bytes; `bound` is the Lagrangian's, the value is exact."""
-    relaxed = relax(tables, slots)
+    known = given if isinstance(given, Tables) else Tables(given)
+    tables, relaxed = known.values, _relaxed(known.steps, slots)
     layers = np.arange(len(tables))
     start = _greedy(tables, slots, relaxed)
     upper = float(tables[layers, start].sum())
@@ -102,13 +111,20 @@ class Relaxed(NamedTuple):
     sizes: Ints  # [steps]
 
 
-def relax(tables: Floats, slots: int) -> Relaxed:
-    """Spend slots on the lower hulls where they gain most."""
+class Steps(NamedTuple):
+    """Steps of the lower hulls by falling gain, and the time with no slot at all."""
+
+    start: float
+    layers: Ints  # [steps]
+    targets: Ints  # [steps]: the number of experts that a step leads to
+    sizes: Ints  # [steps]
+    gains: Floats  # [steps]: seconds a slot
+
+
+def _steps(tables: Floats) -> Steps:
     layers, targets, sizes, gains = [], [], [], []
-    start = 0.0
     for place, row in enumerate(tables):
         corners = _hull(row)
-        start += float(row[0])
         for before, after in zip(corners[:-1], corners[1:], strict=True):
             gain = (row[before] - row[after]) / (after - before)
             if gain <= 0:
@@ -119,8 +135,17 @@ def relax(tables: Floats, slots: int) -> Relaxed:
             gains.append(gain)
     gain = np.array(gains, dtype=np.float64)
     order = np.argsort(-gain, kind="stable")
-    size = np.array(sizes, dtype=np.int64)[order]
-    gain = gain[order]
+    at, to, size = (np.array(column, dtype=np.int64)[order] for column in (layers, targets, sizes))
+    return Steps(float(tables[:, 0].sum()), at, to, size, gain[order])
+
+
+def relax(tables: Floats, slots: int) -> Relaxed:
+    """Spend slots on the lower hulls where they gain most."""
+    return _relaxed(_steps(tables), slots)
+
+
+def _relaxed(steps: Steps, slots: int) -> Relaxed:
+    gain, size = steps.gains, steps.sizes
     used = np.cumsum(size)
     full = int(np.searchsorted(used, slots, side="right"))
     saved = float((gain[:full] * size[:full]).sum())
@@ -128,13 +153,7 @@ def relax(tables: Floats, slots: int) -> Relaxed:
     if full < len(gain):
         price = float(gain[full])
         saved += price * (slots - (int(used[full - 1]) if full else 0))
-    return Relaxed(
-        start - saved,
-        price,
-        np.array(layers, dtype=np.int64)[order],
-        np.array(targets, dtype=np.int64)[order],
-        size,
-    )
+    return Relaxed(steps.start - saved, price, steps.layers, steps.targets, size)
 
 
 def _hull(row: Floats) -> list[int]:

@@ -1,9 +1,9 @@
 """Changing the GPU's experts while serving: a pure function from what was seen to what to swap.
 
 State of a layer: decayed hits x and decayed tokens n. An expert's score is its chance as a Dirichlet posterior sees it,
-`(x_e + kappa * p_e) / (n + kappa)`: the profile's p counts as kappa tokens. kappa comes from held-out documents
-(`fit_kappa`), for a budget and a prompt length; infinity keeps the profile. An outsider replaces an insider when
-what it will save until it is forgotten exceeds the cost of the copy and the noise of the two scores.
+`(x_e + kappa * p_e) / (n + kappa)`: the profile's p counts as kappa tokens. kappa is the one under which left-out
+documents are likeliest (`fit_kappa`), for a prompt length; infinity keeps the profile. An outsider replaces an insider
+when what it will save until it is forgotten exceeds the cost of the copy and the noise of the two scores.
 
 `kt_update` is KTransformers' own rule for comparison: the last prompt's counts alone, each layer's number fixed.
 """
@@ -21,6 +21,7 @@ from ktplan.profile.profile import Counts
 from ktplan.profile.trace import Trace
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 KAPPAS: Final = (4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, float("inf"))
@@ -114,16 +115,26 @@ def update(state: State, chances: Floats, policy: Policy) -> Update:
 
 def place_by(score: Floats, slots: int) -> Mask:
     """The top `slots` cells; equal scores by layer, then id."""
-    gpu = np.zeros(score.size, dtype=bool)
-    gpu[np.argsort(-score.ravel(), kind="stable")[:slots]] = True
-    return gpu.reshape(score.shape)
+    return first(ranking(score), slots, score.shape)
+
+
+def ranking(score: Floats) -> Ints:
+    """Cells by falling score; equal ones by layer, then id."""
+    return np.argsort(-score.ravel(), kind="stable").astype(np.int64)
+
+
+def first(ranked: Ints, slots: int, shape: tuple[int, ...]) -> Mask:
+    """The first `slots` cells of a ranking as a mask."""
+    gpu = np.zeros(ranked.size, dtype=bool)
+    gpu[ranked[:slots]] = True
+    return gpu.reshape(shape)
 
 
 def kt_update(gpu: Mask, prompt: npt.NDArray[np.int64]) -> Mask:
     """KTransformers: each layer's number stays, its experts are the prompt's most frequent ones; unused ones by id."""
     new = np.zeros_like(gpu)
-    for layer, number in enumerate(gpu.sum(axis=1).tolist()):
-        new[layer, np.argsort(-prompt[layer], kind="stable")[:number]] = True
+    ranks = np.argsort(-prompt, axis=1, kind="stable")
+    np.put_along_axis(new, ranks, np.arange(gpu.shape[1]) < gpu.sum(axis=1, keepdims=True), axis=1)
     return new
 
 
@@ -165,7 +176,7 @@ def sequences(trace: Trace, experts: int, prompt: int, documents: Sequence[int] 
 
 
 def fit_kappa(
-    trace: Trace, counts: Counts, top_k: int, slots: int, prompt: int, *, by: str = "hits"
+    trace: Trace, counts: Counts, top_k: int, slots: int, prompt: int, *, by: str = "likelihood"
 ) -> float:
     """`fit_kappas` for one budget."""
     return fit_kappas(trace, counts, top_k, (slots,), prompt, by=by)[0]
@@ -180,13 +191,13 @@ def fit_kappas(
     *,
     folds: int = 3,
     most: int | None = None,
-    by: str = "hits",
+    by: str = "likelihood",
 ) -> list[float]:
     """For each budget the kappa of KAPPAS that is best on left-out documents after an update from `prompt` tokens.
 
-    `by` is "hits" (what the budget serves) or "likelihood" of the choices (one kappa for all budgets). `counts`
-    [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other folds,
-    at most `most` of them. Infinity (keep the profile) where no document is long enough.
+    `by` is the "likelihood" of left-out choices (one kappa for all budgets) or "hits" (what each budget serves).
+    `counts` [documents, layers, experts] are those of the trace's documents; each is judged by chances of the other
+    folds, at most `most` of them. Infinity (keep the profile) where no document is long enough.
     """
     documents = len(counts)
     value = np.zeros((len(KAPPAS), len(slots)))
@@ -215,7 +226,7 @@ def served_curve(
 ) -> npt.NDArray[np.int64]:
     """int64 [budgets]: slots of the rest served after one update from the prompt, for several budgets at once."""
     state = State(hits=cut.prompt.astype(np.float64), tokens=float(prompt), gpu=np.zeros(chances.shape, bool))
-    order = np.argsort(-scores(state, chances, kappa).ravel(), kind="stable")
+    order = ranking(scores(state, chances, kappa))
     running = np.concatenate([[0], np.cumsum(cut.rest.ravel()[order])])
     return np.asarray(running[list(slots)], dtype=np.int64)
 

@@ -4,7 +4,7 @@
     .jsonl         one document a line, an object with a text field; blank lines are nothing
     .json          a list of such objects, or an object with one such list
     .csv, .tsv     a heading, then one document a row
-    .parquet       one document a row (needs pandas with pyarrow)
+    .parquet       one document a row (needs pyarrow)
 
 A row without the text field that has chat `messages` (role, content) or ShareGPT `conversations` (from, value) is a
 document too. A row that cannot be used is told to the caller, never dropped in silence; a file without a single

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ktplan.artifact import parsed
 from ktplan.errors import BadInput
 from ktplan.model.header import Header, read_header
 from ktplan.profile.corpus import CorpusFile
@@ -79,30 +81,34 @@ def load(path: Path) -> ActivationProfile:
         name: _array(path, header, name) if name in header.tensors else None
         for name in ("decode_counts", "decode_tokens", "ranked")
     }
-    try:
-        return ActivationProfile(
-            counts=_array(path, header, "counts"),
-            tokens=_array(path, header, "tokens"),
-            document_ids=_texts(about, "documents"),
-            sources=_texts(about, "sources"),
-            layers=tuple(_whole(number, "layers") for number in _list(about, "layers")),
-            top_k=_whole(about.get("top_k"), "top_k"),
-            fingerprint=_fingerprint(about),
-            model=_text(about.get("model"), "model"),
-            family=_text(about.get("family"), "family"),
-            files=tuple(_file(entry) for entry in _list(about, "files")),
-            settings=_settings(about),
-            decode_counts=optional["decode_counts"],
-            decode_tokens=optional["decode_tokens"],
-            ranked=None if optional["ranked"] is None else optional["ranked"].astype(np.uint32),
-            trace=_trace(path, header, about),
-            tokenizer=None if about.get("tokenizer") is None else _text(about["tokenizer"], "tokenizer"),
-            datasets=_texts(about, "datasets") if "datasets" in about else (),
-            exact=_flag(about, "exact"),
-            phases_known=_flag(about, "phases_known"),
-        )
-    except BadInput as fault:
-        raise BadInput(f"{path} is damaged: {fault.message}", hint=fault.hint or AGAIN) from None
+    return parsed(path, partial(_read, path, header, optional), about, AGAIN)
+
+
+def _read(
+    path: Path, header: Header, optional: Mapping[str, Counts | None], about: Mapping[str, Any]
+) -> ActivationProfile:
+    ranked = optional["ranked"]
+    return ActivationProfile(
+        counts=_array(path, header, "counts"),
+        tokens=_array(path, header, "tokens"),
+        document_ids=_texts(about, "documents"),
+        sources=_texts(about, "sources"),
+        layers=tuple(_whole(number, "layers") for number in _list(about, "layers")),
+        top_k=_whole(about.get("top_k"), "top_k"),
+        fingerprint=_fingerprint(about),
+        model=_text(about.get("model"), "model"),
+        family=_text(about.get("family"), "family"),
+        files=tuple(_file(entry) for entry in _list(about, "files")),
+        settings=_settings(about),
+        decode_counts=optional["decode_counts"],
+        decode_tokens=optional["decode_tokens"],
+        ranked=None if ranked is None else ranked.astype(np.uint32),
+        trace=_trace(path, header, about),
+        tokenizer=None if about.get("tokenizer") is None else _text(about["tokenizer"], "tokenizer"),
+        datasets=_texts(about, "datasets") if "datasets" in about else (),
+        exact=_flag(about, "exact"),
+        phases_known=_flag(about, "phases_known"),
+    )
 
 
 def _arrays(profile: ActivationProfile) -> dict[str, npt.NDArray[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +11,9 @@ from typing import Any, Final
 import numpy as np
 
 from ktplan.artifact import write_whole
-from ktplan.profile import curves, report
+from ktplan.profile import curves, pictures, report
 from ktplan.profile.profile import ActivationProfile
 
-RATIOS: Final = tuple(round(0.02 * step, 2) for step in range(51))
-_TRANSFER_AT: Final = 0.3
 _STYLE: Final = """
 body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.15em .7em;text-align:right;border-bottom:1px solid #ddd}
@@ -34,9 +31,13 @@ def page(profile: ActivationProfile) -> str:
     """Table, heat map, Lorenz curve, hit-rate curve with interval, transfer matrix, unseen mass."""
     parts = [f"<h1>{_text(profile.model)}: expert use</h1>", _facts(profile)]
     parts += [f'<p class="warn">{_text(warning)}</p>' for warning in report.warnings(profile)]
-    parts.append(_section("Use of each expert", _image(report.heat_map(profile))))
-    parts.append(_section("What placements serve", _image(_curves(profile)) + _curve_table(profile)))
-    matrix = curves.transfer(profile, _TRANSFER_AT)
+    parts.append(_section("Use of each expert", _image(pictures.heat_map(profile))))
+    parts.append(
+        _section("What placements serve", _image(pictures.curves_figure(profile)) + _curve_table(profile))
+    )
+    matrix = curves.transfer(profile, pictures.TRANSFER_AT)
+    title = "How sure this is" if matrix is None else "From one data set to another, and how sure this is"
+    parts.append(_section(title, _image(pictures.doubts_figure(profile, matrix))))
     if matrix is not None:
         parts.append(
             _section(
@@ -65,32 +66,6 @@ def _facts(profile: ActivationProfile) -> str:
     )
 
 
-def _curves(profile: ActivationProfile) -> Any:
-    from matplotlib.figure import Figure
-
-    found = curves.hit_curve(profile, RATIOS)
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(found.ratios, found.in_sample, "--", color="0.5", label="in-sample")
-    if found.held_out is not None and found.low is not None and found.high is not None:
-        left.fill_between(found.ratios, found.low, found.high, alpha=0.25, label="5 to 95 % over documents")
-        left.plot(found.ratios, found.held_out, label="held out")
-    left.plot([0, 1], [0, 1], ":", color="0.6", label="chance")
-    left.set(
-        xlabel="share of all experts on the GPU", ylabel="hit rate", title="hit rate of the best experts"
-    )
-    left.legend(fontsize=8)
-    x, y = curves.lorenz(profile)
-    right.plot(x, y)
-    right.plot([0, 1], [0, 1], ":", color="0.6")
-    right.set(
-        xlabel="share of a layer's experts, busiest first",
-        ylabel="share of its choices",
-        title="Lorenz curve, in-sample",
-    )
-    return figure
-
-
 def _curve_table(profile: ActivationProfile) -> str:
     found = curves.hit_curve(profile, (0.1, 0.2, 0.3, 0.5, 0.7, 0.9))
     rows = []
@@ -102,7 +77,7 @@ def _curve_table(profile: ActivationProfile) -> str:
                 f"{_share(found.low[place])} to {_share(found.high[place])}",
             ]
         rows.append(row)
-    return _table(["experts", "in-sample", "held out", "5-95 %"][: len(rows[0])], rows)
+    return _table(["experts", "in-sample", "held out", "5-95 % of other text"][: len(rows[0])], rows)
 
 
 def _matrix(matrix: curves.Transfer) -> str:
@@ -131,11 +106,7 @@ def _section(title: str, body: str) -> str:
 
 
 def _image(figure: Any) -> str:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
-    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(pictures.png(figure)).decode()}">'
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:

@@ -230,7 +230,7 @@ def record(
     recorder = Recorder(modules, experts=spec.experts, keep_ids=wishes.trace_tokens > 0)
     total = sum(len(passage.tokens) for passage in passages)
     with recorder.attached(), progress.task("profiling", total, "tokens") as task:
-        for number, batch in enumerate(_batches(passages)):
+        for number, batch in enumerate(batches(passages)):
             if number >= done:
                 _prompt(recorder, tally, batch, forward, wishes)
                 if wishes.generate and decoder is not None:
@@ -245,12 +245,18 @@ def record(
 
 
 def _prompt(recorder: Recorder, tally: Tally, batch: list[Passage], forward: Forward, wishes: Wishes) -> None:
-    ids = _ids_of(batch)
+    ids, owners = ids_of(batch), owners_of(batch, wishes)
+    tally.add(batch, owners, recorder.watch(owners, partial(forward, ids)), 0)
+
+
+def owners_of(batch: Sequence[Passage], wishes: Wishes) -> Tokens:
+    """int64 [rows, n]: the row of each token that counts, NOBODY for special ones."""
+    ids = ids_of(batch)
     owners = np.repeat(np.arange(len(batch))[:, None], ids.shape[1], axis=1)
     owners[:, : len(batch[0].prefix)] = NOBODY
     if wishes.special_ids:
         owners[np.isin(ids, list(wishes.special_ids))] = NOBODY
-    tally.add(batch, owners, recorder.watch(owners, partial(forward, ids)), 0)
+    return owners
 
 
 def _generate(recorder: Recorder, tally: Tally, batch: list[Passage], decoder: Decoder, tokens: int) -> None:
@@ -260,7 +266,7 @@ def _generate(recorder: Recorder, tally: Tally, batch: list[Passage], decoder: D
     first = [row for row in batch if row.start == 0]
     if not first:
         return
-    following = decoder(_ids_of(first))
+    following = decoder(ids_of(first))
     alive = np.ones(len(first), dtype=bool)
     for _ in range(tokens):
         alive &= ~np.isin(following, list(tally.special_ids))
@@ -274,7 +280,8 @@ def _generate(recorder: Recorder, tally: Tally, batch: list[Passage], decoder: D
         following = held[0]
 
 
-def _ids_of(batch: Sequence[Passage]) -> Tokens:
+def ids_of(batch: Sequence[Passage]) -> Tokens:
+    """int64 [rows, n]: prefix and tokens of passages of equal length."""
     return np.stack([np.concatenate([np.array(row.prefix, dtype=np.int64), row.tokens]) for row in batch])
 
 
@@ -317,16 +324,18 @@ def choose_passages(
     return sorted(chosen, key=lambda passage: (passage.document, passage.start))
 
 
-def _batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
-    """Passages of equal length together, so that a batch needs no padding; a few thousand tokens at a time."""
-    waiting: dict[tuple[int, int], list[Passage]] = {}
+def batches(passages: Sequence[Passage]) -> Iterator[list[Passage]]:
+    """Passages of equal length together, so that a batch needs no padding; a few thousand tokens at a time.
+
+    Long ones first: only the last stretch of a document is shorter than a chunk, so each is read in order.
+    """
+    alike: dict[tuple[int, int], list[Passage]] = {}
     for passage in passages:
-        shape = len(passage.prefix), len(passage.tokens)
-        batch = waiting.setdefault(shape, [])
-        batch.append(passage)
-        if (len(batch) + 1) * sum(shape) > BATCH_TOKENS:
-            yield waiting.pop(shape)
-    yield from waiting.values()
+        alike.setdefault((len(passage.prefix) + len(passage.tokens), len(passage.prefix)), []).append(passage)
+    for shape in sorted(alike, reverse=True):
+        together = max(1, BATCH_TOKENS // shape[0])
+        for first in range(0, len(alike[shape]), together):
+            yield alike[shape][first : first + together]
 
 
 def _cut(document: int, text: Encoded, start: int, chunk: int, left: int | None) -> Passage:

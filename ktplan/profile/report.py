@@ -1,19 +1,15 @@
-"""What a profile says: how unevenly experts are used, how much was never seen, and a picture of both."""
+"""What a profile says: how unevenly experts are used, and how much was never seen."""
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ktplan.artifact import write_whole
 from ktplan.profile.profile import SLOTS_PER_EXPERT, ActivationProfile, Counts
 
 SHARES = (0.10, 0.25, 0.50)  # of the experts of a layer, busiest first
 UNSEEN_LIMIT = 0.01  # an estimated share of unseen choices above this deserves a word
-_RATIO_LIMIT = 8.0  # colours end at 1/8 and 8 times the uniform share
 
 
 class LayerUse(NamedTuple):
@@ -79,15 +75,18 @@ def warnings(profile: ActivationProfile) -> list[str]:
     found = []
     rows = layer_use(profile)
     worst = max(rows, key=lambda row: row.unseen_mass)
+    # Fifty choices an expert, and so many that singletons are no more than the limit of all.
+    enough = SLOTS_PER_EXPERT * profile.experts // profile.top_k
+    wanted = max(enough, -(-int(profile.token_count * worst.unseen_mass / UNSEEN_LIMIT) // 100) * 100)
     if worst.unseen_mass > UNSEEN_LIMIT:
         found.append(
             f"in layer {worst.layer} about {100 * worst.unseen_mass:.1f} % of further choices would be experts that "
-            "this text never reached (Good-Turing): profile more text"
+            f"this text never reached (Good-Turing): profile {wanted:,} tokens or more"
         )
     elif rows[0].slots < SLOTS_PER_EXPERT * profile.experts:
         found.append(
             f"{rows[0].slots:,} choices in each layer for {profile.experts:,} experts are few; the order of experts is "
-            f"partly chance: profile {SLOTS_PER_EXPERT * profile.experts // profile.top_k:,} tokens or more"
+            f"partly chance: profile {enough:,} tokens or more"
         )
     lonely = single_document_mass(profile)
     if profile.documents > 1 and lonely > UNSEEN_LIMIT:
@@ -97,54 +96,3 @@ def warnings(profile: ActivationProfile) -> list[str]:
     if profile.documents < 2:
         found.append("one document only: nothing can be said about other texts (no held-out hit rate)")
     return found
-
-
-def save_plot(profile: ActivationProfile, path: Path) -> None:
-    """`heat_map` as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    picture = io.BytesIO()
-    FigureCanvasAgg(heat_map(profile)).print_png(picture, metadata={"Software": None})
-    write_whole(path, picture.getvalue())
-
-
-def heat_map(profile: ActivationProfile) -> Any:
-    """A figure, layers down and experts across: each cell's use relative to an even spread, log scale.
-
-    White is the even share, red above, blue below, grey never chosen.
-    """
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
-    total = profile.total()
-    layers, experts = total.shape
-    relative = total * experts / total.sum(axis=1, keepdims=True)
-    seen = np.ma.masked_equal(np.clip(relative, 0, _RATIO_LIMIT), 0)
-    seen = np.ma.maximum(seen, 1 / _RATIO_LIMIT)
-    # A cell is at least a few pixels wide whatever the model, and a tiny model is no postage stamp.
-    width = min(24.0, max(7.0, 2.2 + 0.085 * experts))
-    height = min(18.0, max(2.6, 1.5 + 0.17 * layers))
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_facecolor("0.6")
-    image = axes.imshow(
-        seen,
-        aspect="auto",
-        interpolation="nearest",
-        cmap="RdBu_r",
-        norm=LogNorm(vmin=1 / _RATIO_LIMIT, vmax=_RATIO_LIMIT),
-    )
-    step = -(-layers // 32)
-    rows = range(0, layers, step)
-    axes.set_yticks(list(rows), [str(profile.layers[row]) for row in rows])
-    axes.set_xlabel("expert")
-    axes.set_ylabel("layer")
-    axes.set_title(
-        f"{profile.model}: {profile.token_count:,} tokens, top-{profile.top_k} of {experts}; grey: never chosen",
-        fontsize=10,
-    )
-    bar = figure.colorbar(image, ax=axes, ticks=[1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8], pad=0.01)
-    bar.ax.set_yticklabels(["1/8", "1/4", "1/2", "1", "2", "4", "8"])
-    bar.ax.minorticks_off()
-    bar.set_label("use / even share")
-    return figure

@@ -36,7 +36,7 @@ def chat_of(row: dict[str, Any]) -> Messages | str | None:
         if key not in row:
             continue
         found: Messages = []
-        turns = row[key].tolist() if hasattr(row[key], "tolist") else row[key]  # parquet gives arrays
+        turns = row[key]
         if not isinstance(turns, list) or not turns:
             return f"'{key}' is no list of messages"
         for turn in turns:
@@ -87,16 +87,18 @@ def _csv_rows(path: Path, text: str, mark: str) -> Iterator[tuple[int, dict[str,
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     try:
-        import pandas
+        from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
-        raise MachineLacks("pandas is needed to read parquet", hint="pip install pandas pyarrow") from None
-    try:
-        frame = pandas.read_parquet(path)
-    except ImportError:
         raise MachineLacks(
-            f"{path} cannot be read: pandas has no parquet engine", hint="pip install pyarrow"
+            f"{path}: the package 'pyarrow' is needed to read parquet", hint="pip install 'ktplan[parquet]'"
         ) from None
-    except (OSError, ValueError) as fault:
-        raise BadInput(f"{path} is no parquet file: {fault}", hint="download it again") from None
-    for number, row in enumerate(frame.to_dict("records"), start=1):
-        yield number, {str(key): value for key, value in row.items() if value is not None}
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, {key: value for key, value in row.items() if value is not None}
+    except (OSError, ValueError, ArrowException) as fault:
+        what = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        raise BadInput(f"{path} is no parquet file, or damaged: {what}", hint="download it again") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -46,6 +46,7 @@ class Tally:
         self._tokens = np.zeros((len(self._used), phases), dtype=np.int64)
         self._pieces: list[Trace] = []
         self._kept = 0
+        self._written: dict[int, int] = {}  # layer by layer: tokens of the trace that a layer has
         self.inputs = self._inputs(passages)
 
     @property
@@ -59,14 +60,42 @@ class Tally:
             document = self._place[passage.document]
             self._ranked[document, phase] += counts.astype(np.uint32)
             self._tokens[document, phase] += int((owners[row] != NOBODY).sum())
-        if seen.ids is None or self._kept >= self._wishes.trace_tokens:
-            return
+        if seen.ids is not None and self._kept < self._wishes.trace_tokens:
+            self._take(batch, owners, seen.ids[:, : self._wishes.trace_tokens - self._kept], phase)
+
+    def _take(
+        self, batch: Sequence[Passage], owners: Tokens, ids: npt.NDArray[np.uint16], phase: int
+    ) -> None:
         flat = owners.ravel()
-        rows = flat[flat != NOBODY][: self._wishes.trace_tokens - self._kept]
+        rows = flat[flat != NOBODY][: ids.shape[1]]
         places = np.array([self._place[passage.document] for passage in batch], dtype=np.int32)
         phases = np.full(len(rows), phase, dtype=np.uint8)
-        self._pieces.append(Trace(seen.ids[:, : len(rows)], places[rows], phases, True))
+        self._pieces.append(Trace(ids, places[rows], phases, True))
         self._kept += len(rows)
+
+    def add_layer(self, place: int, batch: Sequence[Passage], owners: Tokens, seen: Seen, phase: int) -> None:
+        """As `add`, for the MoE layer at `place` alone; every batch goes through layer 0 first."""
+        for row, (passage, counts) in enumerate(zip(batch, seen.counts, strict=False)):
+            document = self._place[passage.document]
+            self._ranked[document, phase, place] += counts[0].astype(np.uint32)
+            if not place:
+                self._tokens[document, phase] += int((owners[row] != NOBODY).sum())
+        if seen.ids is None:
+            return
+        first = place == 0
+        begin = self._kept if first else self._written.get(place, 0)
+        count = min(seen.ids.shape[1], (self._wishes.trace_tokens if first else self._kept) - begin)
+        if count <= 0:
+            return
+        if first:
+            empty = np.zeros((len(self._spec.moe_layers), count, seen.ids.shape[2]), dtype=np.uint16)
+            self._take(batch, owners, empty, phase)
+        if len(self._pieces) > 1 and not first:
+            self._pieces = [_joined(self._pieces)]
+        trace = self._pieces[-1]
+        start = 0 if first else begin
+        trace.ids[place, start : start + count] = seen.ids[0, :count]
+        self._written[place] = begin + count
 
     def profile(self) -> ActivationProfile:
         """All that was counted; documents without a counted token are left out. Raises BadInput when none is left."""
@@ -92,6 +121,12 @@ class Tally:
             self._tokens[:, 1] = decoded
         if profile.trace:
             self._pieces, self._kept = [profile.trace], profile.trace.tokens
+
+    def layers_done(self, layers: int) -> None:
+        """Layer by layer, after `restore`: all texts went through so many decoder layers."""
+        self._written = {
+            place: self._kept for place, layer in enumerate(self._spec.moe_layers) if layer < layers
+        }
 
     def unfinished(self, batches: int) -> ActivationProfile:
         """The state as a profile that says how far it is."""
@@ -144,8 +179,10 @@ class Checkpoint:
         self._path, self._tally = path, tally
         self._written = time.monotonic()
 
-    def resume(self) -> int:
-        """Batches that an earlier run has done; 0 where its inputs were others or its file is damaged."""
+    def resume(self, usable: Callable[[int], bool] = lambda batches: True) -> int:
+        """Batches that an earlier run has done; 0 where its inputs were others, its file is damaged, or what else it
+        left is not `usable`.
+        """
         if not self._path.is_file():
             return 0
         try:
@@ -155,12 +192,20 @@ class Checkpoint:
         state = found.settings.get(_KEY)
         if not isinstance(state, dict) or state.get("inputs") != self._tally.inputs:
             return 0
+        done = int(state["batches"])
+        if not usable(done):
+            return 0
         self._tally.restore(found)
-        return int(state["batches"])
+        return done
+
+    @property
+    def due(self) -> bool:
+        """Whether the last time is long enough ago."""
+        return time.monotonic() - self._written >= _EVERY_S
 
     def note(self, batches: int) -> None:
-        """So many batches are done; writes when the last time is long enough ago."""
-        if time.monotonic() - self._written >= _EVERY_S:
+        """So many batches are done; writes when it is due."""
+        if self.due:
             self._tally.unfinished(batches).save(self._path)
             self._written = time.monotonic()
 

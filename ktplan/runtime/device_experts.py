@@ -88,6 +88,11 @@ class DeviceExperts:
         return self._gate_up.device
 
     @property
+    def concurrent(self) -> bool:
+        """Whether it computes while the calling thread does something else."""
+        return self.device.type != "cpu"
+
+    @property
     def bytes(self) -> int:
         biases = (self._gate_up_bias, self._down_bias)
         held = sum(bias.nbytes for bias in biases if bias is not None)

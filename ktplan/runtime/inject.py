@@ -19,12 +19,11 @@ from torch import nn
 from ktplan.errors import BadInput
 from ktplan.experts import ExpertId, ExpertSet, format_ranges
 from ktplan.network import experts_modules, layer_of
-from ktplan.rules import DEFAULT, HYBRID, KT_EXPERTS, KT_EXPERTS_V2, Rule, Rules, expert_ids
+from ktplan.rules import DEFAULT, HYBRID, KT_EXPERTS, KT_EXPERTS_V2, Rule, Rules, digit_ranges, expert_ids
 from ktplan.runtime.devices import canonical
 
 _EXAMPLES = 3
 _FOR_EXPERTS = (HYBRID, KT_EXPERTS, KT_EXPERTS_V2)
-_CLASS_RANGE = re.compile(r"\[[^\]]*?(?:\d{2,}-\d+|\d+-\d{2,})[^\]]*\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +129,7 @@ def place(
         if name in routed:
             found = _experts_place(name, routed[name], module, rule, rules, number, device, experts_on_gpu)
             experts.append(found)
-            tally.experts(number, name, found, expert_bytes or _own_bytes(module))
+            tally.experts(number, name, found, expert_bytes or own_bytes(module))
         elif not name.startswith(tuple(f"{path}." for path in routed)):
             if rule is not None and rule.replace.class_name in _FOR_EXPERTS:
                 raise BadInput(
@@ -233,8 +232,9 @@ def _experts_place(
     return LayerExperts(layer=layer, name=name, experts=count, gpu=ids, gpu_device=canonical(gpu_device))
 
 
-def _own_bytes(module: Any) -> ExpertBytes:
-    size = 3 * module.down_proj.shape[1] * module.down_proj.shape[2] * module.down_proj.element_size()
+def own_bytes(module: Any) -> ExpertBytes:
+    """An expert as the skeleton's own experts module holds it, biases included."""
+    size = sum(parameter.nbytes for parameter in module.parameters()) // len(module.down_proj)
     return ExpertBytes(gpu=size, cpu=size)
 
 
@@ -311,10 +311,9 @@ def _is_foreign_operator(rule: Rule) -> bool:
 def _suspicious(rules: Rules, tally: _Tally) -> Iterator[str]:
     """`[0-15]` is a class of single characters: 0, 1 and 5. Say what the rule took in truth."""
     for number, rule in enumerate(rules):
-        found = _CLASS_RANGE.search(rule.match.name or "")
-        if found:
+        for found in digit_ranges(rule.match.name or "")[:1]:
             layers = ", ".join(map(str, tally.layers(number))) or "none"
             yield (
-                f"{rules.where(number)}: {found.group()} is a set of single characters, no range of numbers; "
+                f"{rules.where(number)}: {found.text} is a set of single characters, no range of numbers; "
                 f"the rule takes layers {layers}"
             )

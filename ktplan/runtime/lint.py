@@ -15,12 +15,11 @@ from torch import nn
 
 from ktplan.experts import format_ranges
 from ktplan.network import experts_modules, layer_of
-from ktplan.rules import DEFAULT, HYBRID, KT_EXPERTS, KT_EXPERTS_V2, Rule, Rules, expert_ids
+from ktplan.rules import DEFAULT, HYBRID, KT_EXPERTS, KT_EXPERTS_V2, Rule, Rules, digit_ranges, expert_ids
 from ktplan.runtime.devices import canonical
 from ktplan.runtime.inject import ExpertBytes, is_a
 from ktplan.units import format_bytes
 
-_RANGE = re.compile(r"\[[^\]]*?(\d+)-(\d+)[^\]]*\]")
 _FOR_EXPERTS = (HYBRID, KT_EXPERTS, KT_EXPERTS_V2)
 
 
@@ -203,15 +202,13 @@ class _Linter:
                 text=f"overlaps: {lost} of the {len(matched)} modules it matches go to earlier rules",
             )
         pattern = rule.match.name or ""
-        for found in _RANGE.finditer(pattern):
-            low, high = int(found.group(1)), int(found.group(2))
-            if low > 9 or high > 9:
-                layers = format_ranges(self._layers(self._taken[number])) or "none"
-                yield Finding(
-                    level="warning", rule=number,
-                    text=f"{found.group()} is a set of single characters, no range {low} to {high}; it takes layers "
-                    f"{layers}",
-                )  # fmt: skip
+        for wrong in digit_ranges(pattern):
+            layers = format_ranges(self._layers(self._taken[number])) or "none"
+            yield Finding(
+                level="warning", rule=number,
+                text=f"{wrong.text} is a set of single characters, no range {wrong.low} to {wrong.high}: it takes "
+                f"layers {layers}; write {wrong.spelt_out}",
+            )  # fmt: skip
         yield from self._loose(number, pattern)
 
     def _loose(self, number: int, pattern: str) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from ktplan.progress import SILENT, Progress, Task
 from ktplan.rules import HYBRID, Match, Replace, Rule, Rules
 from ktplan.runtime.device_experts import DeviceExperts
 from ktplan.runtime.devices import best_device, connect, resolve
-from ktplan.runtime.inject import ExpertBytes, LayerExperts, Placement, place
+from ktplan.runtime.inject import ExpertBytes, LayerExperts, Placement, own_bytes, place
 from ktplan.runtime.moe import CpuPart, HybridExperts, RouteCounters
 from ktplan.store import ExpertStore
 from ktplan.units import format_bytes
@@ -127,7 +127,7 @@ def prepare(
         rules,
         device=chosen,
         experts_on_gpu=sources.store is None,
-        expert_bytes=_expert_bytes(skeleton, sources.store),
+        expert_bytes=expert_bytes(skeleton, sources.store),
     )
     if weights is not None:
         _check_weights(weights, placement)
@@ -341,13 +341,12 @@ def _dtype(dtype: str, device: str) -> tuple[torch.dtype, str]:
     return torch.float32, "float32 on the CPU: bfloat16 is slower there and less exact"
 
 
-def _expert_bytes(skeleton: Any, store: ExpertStore | None) -> ExpertBytes | None:
+def expert_bytes(skeleton: Any, store: ExpertStore | None) -> ExpertBytes | None:
+    """An expert's size on either side: the skeleton's type on the GPU, the store's own on the CPU; None without one."""
     if store is None:
         return None
     _, module = next(iter(network.experts_modules(skeleton).values()))
-    down: Any = module.down_proj
-    size = 3 * down.shape[1] * down.shape[2] * down.element_size()
-    return ExpertBytes(gpu=size, cpu=store.manifest.bytes_per_expert)
+    return ExpertBytes(gpu=own_bytes(module).gpu, cpu=store.manifest.bytes_per_expert)
 
 
 def _held(model: Any, experts: Mapping[int, HybridExperts]) -> dict[str, int]:

@@ -110,7 +110,7 @@ class HybridExperts(nn.Module):
         if self.cpu_side is None:
             return None
         inputs = (hidden.cpu(), self._cpu_ids[index.cpu()], weights.float().cpu())
-        if self.gpu_side is not None and self.gpu_side.device.type != "cpu":
+        if self.gpu_side is not None and self.gpu_side.concurrent:
             return self.cpu_side.submit(*inputs)
         # Handing the work to other threads costs more than it gives where this one would only wait.
         return partial(self.cpu_side.forward, *inputs)

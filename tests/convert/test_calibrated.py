@@ -107,6 +107,114 @@ def test_inputs_and_rows_that_are_never_used_do_no_harm() -> None:
     )
 
 
+def test_what_is_wanted_of_a_matrix_are_outputs_and_not_its_weights() -> None:
+    """Its inputs changed (rounded gate and up), its outputs should not: least squares finds what makes up for it."""
+    from ktplan.convert.calibrated import Wanted
+
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(24, 16, generator=generator)
+    before = torch.randn(400, 16, generator=generator)
+    inputs = before @ torch.diag(torch.linspace(0.8, 1.1, 16)) + 0.05 * torch.randn(
+        400, 16, generator=generator
+    )
+    wanted = Wanted(16, 24)
+    for some in (slice(0, 150), slice(150, 400)):
+        wanted.add(inputs[some], before[some] @ weight.T)
+    best = torch.linalg.lstsq(inputs, before @ weight.T).solution.T
+    torch.testing.assert_close(wanted.best_near(weight, 0.0), best, rtol=1e-3, atol=1e-3)
+    exact = float((inputs @ weight.T - before @ weight.T).square().sum() / (before @ weight.T).square().sum())
+    assert wanted.error(weight) == pytest.approx(exact, rel=1e-3)
+    assert wanted.error(best) < 0.2 * wanted.error(weight)
+    # A prior of other tokens counts as so many; what was never seen changes nothing.
+    torch.testing.assert_close(
+        Wanted(16, 24).with_prior(wanted, 40.0).best_near(weight, 0.0), best, rtol=1e-3, atol=1e-3
+    )
+    assert (
+        bool((Wanted(16, 24).best_near(weight, 0.05) == weight).all()) and Wanted(16, 24).error(weight) == 0.0
+    )
+
+
+def test_experts_of_a_layer_make_up_for_each_other(tiny: Path, text: Any) -> None:
+    """The layer's output on held-out text is nearer than half of what kt-kernel's rounding leaves of it."""
+    from transformers.activations import ACT2FN
+
+    from ktplan.convert.calibrate import LayerByLayer
+    from ktplan.convert.calibrated import CalibrationText, RowExperts
+    from ktplan.progress import SILENT
+    from ktplan.quant import dequantize, quantize_rows
+
+    source = open_source(tiny)
+    enough = CalibrationText(corpus=text.corpus, max_tokens=6144)
+    with torch.no_grad():
+        run = LayerByLayer(tiny, source, enough.read(source, SILENT))
+        with run.loaded(0):
+            routing = run.route(0)
+        experts = RowExperts(run, routing, ACT2FN["silu"], 1, Scheme(4, rounding="gptq"), enough.settings)
+        lacking = {"kt": torch.zeros(len(run.held_out), 256), "gptq": torch.zeros(len(run.held_out), 256)}
+        for expert in range(16):
+            exact = source.expert(0, expert)
+            fitted = [one.rounded.weight() for one in experts.fit(expert, exact)]
+            nearest_ = [
+                torch.from_numpy(dequantize(quantize_rows(m, Scheme(4, rounding="kt")))) for m in exact
+            ]
+            rows, shares = routing.rows[expert], routing.weights[expert][:, None]
+            inputs = run.inputs.read(rows)
+            whole = [torch.from_numpy(np.array(m)) for m in exact]
+
+            def output(
+                gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, inputs: torch.Tensor = inputs
+            ) -> Any:
+                return (torch.nn.functional.silu(inputs @ gate.T) * (inputs @ up.T)) @ down.T
+
+            lacking["kt"][rows] += shares * (output(*whole) - output(*nearest_))
+            lacking["gptq"][rows] += shares * (output(*whole) - output(*fitted[0].chunk(2), fitted[1]))
+    held = run.held_out
+    torch.testing.assert_close(experts._lacking, lacking["gptq"], rtol=1e-3, atol=1e-5)
+    assert float(lacking["gptq"][held].norm()) < 0.55 * float(lacking["kt"][held].norm())
+
+
+def test_padded_experts_are_fitted_too(tiny: Path, text: Any, tmp_path: Path) -> None:
+    """96 columns filled up to 128, whose zeros stay zeros; a stopped run goes on to the same bytes."""
+    import shutil
+
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from ktplan.convert import calibrated
+
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, intermediate_size=96,
+    )  # fmt: skip
+    model = tmp_path / "model"
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    for file in tiny.glob("tokenizer*"):
+        shutil.copy(file, model)
+    source, scheme = open_source(model), Scheme(4, rounding="gptq")
+    made = convert_cpu(source, tmp_path / "store", scheme, calibration=text).manifest
+    assert (made.intermediate, made.padding) == (128, 32)
+    store = ExpertStore.open(tmp_path / "store")
+    assert not store.quantized(1, 2, 0)["down"].levels[:, 96:].any()
+    for given, found in zip(source.expert(1, 2), store.expert(1, 2), strict=True):
+        assert np.linalg.norm(found - given) < 0.3 * np.linalg.norm(given)
+
+    real = calibrated._round
+
+    def stop(source: Any, experts: Any, scheme: Any, shape: Any, sink: Any, layer: int, expert: int) -> Any:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return real(source, experts, scheme, shape, sink, layer, expert)
+
+    calibrated._round = stop
+    try:
+        with pytest.raises(Exception, match="stopped after 1 of 2 layers"):
+            convert_cpu(source, tmp_path / "again", scheme, calibration=text)
+    finally:
+        calibrated._round = real
+    assert convert_cpu(source, tmp_path / "again", scheme, calibration=text).resumed == 1
+    assert digests(tmp_path / "again") == digests(tmp_path / "store")
+
+
 def test_the_store_is_an_ordinary_one_with_output_errors_beside_weight_errors(made: Path, tiny: Path) -> None:
     store = ExpertStore.open(made)
     store.verify()
@@ -151,16 +259,51 @@ def test_text_and_rounding_go_together(
     for scheme, calibration in ((Scheme(4, rounding="gptq"), None), (Scheme(4), text)):
         with pytest.raises(BadUsage, match="needs calibration text"):
             plan_cpu(open_source(tiny), tmp_path / "store", scheme, calibration=calibration)
-    profile = tmp_path / "profile.safetensors"
-    profile.touch()
-    arguments = (
-        "convert-cpu",
-        "tiny",
-        "-o",
-        tmp_path / "store",
-        "--rounding",
-        "gptq",
-        "--calibration",
-        profile,
+
+
+def test_a_profile_stands_for_the_texts_that_it_was_recorded_on(
+    tiny: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    text = tmp_path / "letters.jsonl"
+    text.write_text("".join(f'{{"body": "The ship was lost, and {n} men with it."}}\n' for n in range(8)))
+    profile = tmp_path / "p.safetensors"
+    cli("profile", "tiny", "--dataset", text, "--text-field", "body", "-o", profile, "-q").ok()
+    given = ("--rounding", "gptq", "--bits", "4", "--max-tokens", "256", "-q", "--calibration")
+    cli("convert-cpu", "tiny", "-o", tmp_path / "a", *given, profile).ok()
+    store = ExpertStore.open(tmp_path / "a")
+    assert store.manifest.output_errors
+
+    text.rename(tmp_path / "elsewhere.jsonl")
+    refused = cli("convert-cpu", "tiny", "-o", tmp_path / "b", *given, profile)
+    refused.refused(4, f"recorded on letters.jsonl: it is in none of {tmp_path}", "the texts themselves")
+    text.write_text('{"body": "another"}\n')
+    cli("convert-cpu", "tiny", "-o", tmp_path / "b", *given, profile).refused(
+        4, "letters.jsonl is another text by now"
     )
-    cli(*arguments).refused(2, "not what their inputs are")
+    damaged = tmp_path / "d.safetensors"
+    damaged.touch()
+    cli("convert-cpu", "tiny", "-o", tmp_path / "b", *given, damaged).refused(4, "d.safetensors")
+    assert not (tmp_path / "b").exists()
+
+
+def test_texts_of_a_profile_are_the_embedded_ones_too(tiny: Path, tmp_path: Path) -> None:
+    from ktplan.artifact import sha256_file
+    from ktplan.errors import BadInput
+    from ktplan.model.embedded import corpus_files
+    from ktplan.profile import ActivationProfile, CorpusFile
+    from ktplan.profile.texts import texts_of
+
+    files = corpus_files("profile")[:2]
+
+    def profile(named: tuple[CorpusFile, ...]) -> ActivationProfile:
+        return ActivationProfile(
+            counts=np.ones((1, 1, 2), np.int64), tokens=np.array([2]), document_ids=("d",), sources=("s",),
+            layers=(0,), top_k=1, fingerprint="", model="m", family="f", files=named,
+        )  # fmt: skip
+
+    named = tuple(CorpusFile(file.name, sha256_file(file)) for file in files)
+    assert texts_of(profile(named), [tmp_path]) == files
+    with pytest.raises(BadInput, match="not on which texts"):
+        texts_of(profile(()), [tmp_path])
+    with pytest.raises(BadInput, match=r"english\.profile\.jsonl is another text by now"):
+        texts_of(profile((CorpusFile(files[0].name, "sha256:" + "0" * 64),)), [tmp_path])

@@ -283,6 +283,17 @@ def test_a_disk_that_is_too_small_is_told_with_the_numbers(
 # What an early end leaves behind.
 
 
+def test_a_memory_that_is_too_small_is_told_with_the_numbers(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktplan.convert import cpu
+
+    monkeypatch.setattr(cpu, "available_memory", lambda: 300 << 10)
+    with pytest.raises(DoesNotFit, match=r"needs .* of memory with 1 threads, 300 KiB are free"):
+        convert_cpu(open_source(tiny), tmp_path / "store", Scheme(8), threads=1)
+    assert not (tmp_path / "store").exists()
+
+
 def test_weights_that_are_not_finite_are_named_and_nothing_stays(tiny: Path, tmp_path: Path) -> None:
     def damage(weights: ExpertWeights) -> ExpertWeights:
         weights.up[17, 33] = np.nan
@@ -426,7 +437,7 @@ def test_two_conversions_cannot_write_to_one_folder(tiny: Path, tmp_path: Path) 
     out = tmp_path / "store"
 
     def second(weights: ExpertWeights) -> ExpertWeights:
-        with pytest.raises(BadUsage, match="another conversion is writing"):
+        with pytest.raises(BadUsage, match="another ktplan is writing"):
             convert_cpu(open_source(tiny), out, Scheme(8))
         return weights
 
@@ -489,6 +500,8 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         )
         peak[layers] = int(done.stdout.splitlines()[-1]) * 1024
     assert peak[8] - peak[1] < 24 * 2**20  # the experts grew by 168 MiB
+    threads = len(os.sched_getaffinity(0))
+    assert peak[8] <= 2**30 + 3 * (3 * 512 * 512 * 4) * threads
 
 
 def test_a_write_error_of_another_kind_names_the_file(

@@ -428,6 +428,20 @@ def test_the_better_of_both_methods_is_kept() -> None:
     assert blind.outcome[:2] == ("rtn", None)
 
 
+def test_eight_bits_keep_weights_that_the_text_uses_little() -> None:
+    """Few inputs carry nearly all of this text: the others' weights are as good as without calibration all the same."""
+    generator = torch.Generator().manual_seed(8)
+    weight = torch.randn(32, 128, generator=generator)
+    weight[:, 100] *= 8
+    size = torch.where(torch.arange(128) < 8, 30.0, 0.05)
+    inputs = torch.randn(500, 128, generator=generator) * size
+    moments = inputs.T @ inputs / 500
+    scheme = GptqScheme(8, 128)
+    blind = choose(weight, None, None, scheme, Effort()).rounded.weight()
+    calm = choose(weight, moments, moments, scheme, Effort(), gptq=False).rounded.weight()
+    assert float((weight - calm).norm()) <= 1.01 * float((weight - blind).norm())
+
+
 def test_the_layers_other_tokens_help_experts_with_few() -> None:
     generator = torch.Generator().manual_seed(5)
     spread = torch.randn(10, 64, generator=generator)

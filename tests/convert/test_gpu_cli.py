@@ -55,6 +55,12 @@ def test_a_plan_makes_a_folder_of_its_experts(cli: Cli, tmp_path: Path) -> None:
         (("--method", "rtn", "--dataset", "corpus:test"), 2, ("uses no text",)),
         (("--dataset", "corpus:test", "--max-tokens", "0"), 2, ("--max-tokens 0",)),
         (("--bits", "3"), 2, ("'3' is not one of",)),
+        (("--dataset", "corpus:test", "--damp", "nan"), 2, ("--damp", "'nan' is not a finite number")),
+        (
+            ("--method", "rtn", "--include", "a{99999999999}"),
+            2,
+            ("not a regular expression", "e.g. 'self_attn'"),
+        ),
         (("--dataset", "nowhere.jsonl"), 2, ("nowhere.jsonl does not exist",)),
         (("--method", "rtn", "--plan", "nowhere.json"), 4, ("nowhere.json does not exist",)),
     ],

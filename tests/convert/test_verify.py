@@ -42,6 +42,7 @@ def test_an_error_above_the_bound_exits_with_1_and_names_the_tensor(
     done = cli("verify", made, "--against", "tiny", "--max-error", "0.05")
     done.refused(1, "differs by 0.1", "more than --max-error 0.05")
     assert "relative weight error: mean 0.1" in done.stdout
+    cli("verify", made, "--against", "tiny", "--max-error", "nan").refused(2, "'nan' is not a finite number")
 
 
 def test_one_changed_byte_is_found(cli: Callable[..., Any], copy: Path) -> None:

@@ -16,7 +16,7 @@ from ktplan.errors import BadInput  # noqa: E402
 from ktplan.model import ExpertWeights, ModelSpec, open_source  # noqa: E402
 from ktplan.model.families import ALIASES, UNREADABLE, architectures, family_of  # noqa: E402
 
-READABLE = sorted(set(architectures()) - set(UNREADABLE) - {"jetmoe"})
+READABLE = sorted(set(architectures()) - set(UNREADABLE) - {"jetmoe", "dbrx"})
 
 
 @pytest.fixture(autouse=True)
@@ -35,20 +35,26 @@ def test_experts_are_those_of_transformers(model_type: str, tmp_path: Path) -> N
 
     model = tiny_model(model_type)
     modules = dict(experts_modules(model))
+    fingerprints: dict[Any, set[str]] = {}
     for form, options in (("single", {}), ("fused", {"save_original_format": False})):
         folder = tmp_path / form
         model.save_pretrained(folder, **options)
         source = open_source(folder)
         spec = source.spec
+        dense = sorted((source.info(name).dtype, source.info(name).shape) for name in source.dense_names())
+        fingerprints.setdefault(str(dense), set()).add(spec.fingerprint)
         assert {spec.experts_module_name(layer) for layer in spec.moe_layers} == set(modules)
         for layer in spec.moe_layers:
             module = modules[spec.experts_module_name(layer)]
             for expert in range(spec.experts):
                 _assert_equal(source.expert(layer, expert), rows_of(module, expert))
+    # One model, one fingerprint; some families save their other weights in two ways as well.
+    assert all(len(found) == 1 for found in fingerprints.values())
+    assert len(fingerprints) == 1 or model_type not in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
     assert generate.record_of(model) == architectures()[model_type]
     name, module = next(iter(modules.items()))
     layer = next(layer for layer in spec.moe_layers if spec.experts_module_name(layer) == name)
-    _assert_output_is_that_of(module, source.expert(layer, 2), spec)
+    _assert_output_is_that_of(module, [source.expert(layer, expert) for expert in range(spec.experts)], spec)
 
 
 def _assert_equal(ours: ExpertWeights, theirs: dict[str, Any]) -> None:
@@ -60,18 +66,31 @@ def _assert_equal(ours: ExpertWeights, theirs: dict[str, Any]) -> None:
             assert found is None or not len(found)
 
 
-def _assert_output_is_that_of(module: Any, expert: ExpertWeights, spec: ModelSpec) -> None:
-    """The name in spec.activation is the formula that transformers' experts compute."""
+def _assert_output_is_that_of(module: Any, experts: list[ExpertWeights], spec: ModelSpec) -> None:
+    """The layer's output is transformers': weights as they are read, and the formula that spec.activation names."""
     if spec.activation == "softcapped-swiglu" or "post-norm" in spec.activation:
         return  # refused by name wherever experts are run; no formula of ours to compare
     module = module.float()
-    x = torch.randn(3, spec.hidden, generator=torch.Generator().manual_seed(1))
-    choice, share = torch.tensor([[2, 0]] * 3), torch.tensor([[1.0, 0.0]] * 3)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(7, spec.hidden, generator=random)
+    choice = torch.rand(7, spec.experts, generator=random).argsort(dim=1)[:, : min(2, spec.experts)]
+    share = torch.rand(choice.shape, generator=random)
+    outputs = torch.stack([_output(expert, spec, x) for expert in experts])
     with torch.no_grad():
         if type(module).__name__ == "Llama4TextExperts":  # takes the tokens of all experts in turn
-            theirs = module(x.repeat(spec.experts, 1)).view(spec.experts, 3, -1)[2]
-        else:
-            theirs = module(x, choice, share)
+            torch.testing.assert_close(
+                outputs, module(x.repeat(spec.experts, 1)).view(spec.experts, 7, -1), rtol=1e-4, atol=1e-6
+            )
+            return
+        theirs = module(x, choice, share)
+    ours = torch.zeros_like(x)
+    for token in range(7):
+        for expert, weight in zip(choice[token], share[token], strict=True):
+            ours[token] += weight * outputs[expert, token]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _output(expert: ExpertWeights, spec: ModelSpec, x: Any) -> Any:
     _, up, down = (torch.from_numpy(matrix) for matrix in expert)
     high = x @ up.T + (torch.from_numpy(expert.up_bias) if expert.up_bias is not None else 0)
     if spec.activation.endswith("-ungated"):
@@ -80,8 +99,7 @@ def _assert_output_is_that_of(module: Any, expert: ExpertWeights, spec: ModelSpe
         low = x @ torch.from_numpy(expert.gate).T
         low = low + (torch.from_numpy(expert.gate_bias) if expert.gate_bias is not None else 0)
         middle = _activate(spec.activation, low, high)
-    ours = middle @ down.T + (torch.from_numpy(expert.down_bias) if expert.down_bias is not None else 0)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    return middle @ down.T + (torch.from_numpy(expert.down_bias) if expert.down_bias is not None else 0)
 
 
 def _activate(name: str, gate: Any, up: Any) -> Any:
@@ -105,6 +123,31 @@ def test_jetmoe_keeps_its_stacks_in_modules(tmp_path: Path) -> None:
         for expert in range(source.spec.experts):
             np.testing.assert_array_equal(np.concatenate(source.expert(layer, expert)[:2]), both[expert])
             np.testing.assert_array_equal(source.expert(layer, expert).down, down[expert])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dbrx_keeps_all_experts_in_one_flat_matrix_a_projection(tmp_path: Path) -> None:
+    from tiny_architectures import tiny_model
+
+    model = tiny_model("dbrx").float()
+    model.save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    spec = source.spec
+    assert (spec.experts, spec.hidden, spec.moe_intermediate, spec.moe_layers) == (4, 64, 96, (0, 1, 2, 3))
+    assert spec.experts_module_name(1) == "transformer.blocks.1.ffn.experts"
+    assert family_of("dbrx").names["up"] == "transformer.blocks.{layer}.ffn.experts.{expert}.up_proj.weight"
+    experts = [source.expert(1, expert) for expert in range(4)]
+    module = model.get_submodule(spec.experts_module_name(1))
+    for expert, found in enumerate(experts):
+        own = slice(expert * 96, (expert + 1) * 96)
+        for ours, theirs in zip(
+            found, (module.mlp.w1[own], module.mlp.v1[own], module.mlp.w2[own].T), strict=True
+        ):
+            np.testing.assert_array_equal(ours, theirs.detach().numpy())
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = module(x[None], torch.tensor([[3]] * 7), torch.ones(7, 1))[0]
+    torch.testing.assert_close(_output(experts[3], spec, x), theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_the_table_holds_every_architecture_that_transformers_stacks() -> None:

@@ -251,6 +251,103 @@ def test_the_fingerprint_tells_fine_tunes_apart(copy: Path, tiny: Path) -> None:
     assert read_spec(copy).fingerprint != read_spec(tiny).fingerprint
 
 
+@pytest.mark.parametrize("how", ["plain", "transposed", "interleaved", "biased"])
+def test_experts_are_read_in_place_only_where_their_rows_lie_as_they_are(
+    how: str, tiny: Path, tmp_path: Path
+) -> None:
+    """What a reader takes straight from the file is what `expert` gives; stacks of another order go through it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tiny / "model.safetensors")
+    family = "gpt_oss" if how in ("interleaved", "biased") else "qwen3_moe"
+    config = {**json.loads((tiny / "config.json").read_text()), "model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kept = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    for layer in range(4):
+        at = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([weights[f"{at}.{expert}.{name}_proj.weight"] for expert in range(16)])
+            for name in ("gate", "up", "down")
+        )
+        both = torch.cat([gate, up], dim=1)
+        if family == "gpt_oss":
+            both = torch.stack([gate, up], dim=2).flatten(1, 2)
+        if how == "biased":
+            kept[f"{at}.gate_up_proj_bias"] = torch.arange(16 * 256).reshape(16, 256).bfloat16()
+            kept[f"{at}.down_proj_bias"] = torch.ones(16, 256).bfloat16()
+        if how == "transposed":
+            both, down = both.mT, down.mT
+        kept |= {f"{at}.gate_up_proj": both.contiguous(), f"{at}.down_proj": down.contiguous()}
+    save_file(kept, tmp_path / "model.safetensors")
+    source, exact = open_source(tmp_path), open_source(tiny).expert(2, 5)
+    for found, wanted in zip(source.expert(2, 5), exact, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    places = source.expert_places(2, 5)
+    assert (places is not None) == (how == "plain")
+    for place, wanted in zip(places or (), exact, strict=False):
+        raw = place.file.read_bytes()[place.start : place.start + 2 * place.rows * place.columns]
+        widened = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(widened.reshape(place.rows, place.columns), wanted)
+    if how == "biased":
+        biases = source.expert(2, 5)
+        whole = torch.arange(5 * 256, 6 * 256).bfloat16().float().numpy()
+        np.testing.assert_array_equal(biases.gate_bias, whole[::2])
+        np.testing.assert_array_equal(biases.up_bias, whole[1::2])
+        np.testing.assert_array_equal(biases.down_bias, np.ones(256, np.float32))
+
+
+@pytest.mark.parametrize("projection", ["gate", "up", "down"])
+def test_models_that_differ_in_experts_alone_have_fingerprints_of_their_own(
+    copy: Path, tiny: Path, projection: str
+) -> None:
+    from ktplan.model.header import read_header
+
+    name = f"model.layers.2.mlp.experts.15.{projection}_proj.weight"
+    info = read_header(copy / "model.safetensors").tensors[name]
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(info.start)
+        file.write(bytes(info.bytes))
+    assert read_spec(copy).fingerprint != read_spec(tiny).fingerprint
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_fingerprint_is_that_of_the_weights_however_they_are_stored(
+    tiny: Path, tmp_path: Path, transposed: bool, interleaved: bool
+) -> None:
+    """Single matrices, and the same ones stacked, transposed, with gate and up rows in turns."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tiny / "model.safetensors")
+    config = json.loads((tiny / "config.json").read_text())
+    family = "gpt_oss" if interleaved else "qwen3_moe"
+    prints = set()
+    for form in ("single", "stacked"):
+        folder = tmp_path / form
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": family}))
+        kept = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+        for layer in range(4):
+            at = f"model.layers.{layer}.mlp.experts"
+            each = [[weights[f"{at}.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")] for e in range(16)]
+            if form == "single":
+                kept |= {name: tensor for name, tensor in weights.items() if name.startswith(at)}
+                continue
+            both = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+            if interleaved:
+                both = torch.stack([torch.stack([gate, up], 1).flatten(0, 1) for gate, up, _ in each])
+            down = torch.stack([matrix for _, _, matrix in each])
+            turned = (both.mT, down.mT) if transposed else (both, down)
+            kept |= {f"{at}.gate_up_proj": turned[0].contiguous(), f"{at}.down_proj": turned[1].contiguous()}
+        save_file(kept, folder / "model.safetensors")
+        source = open_source(folder)
+        np.testing.assert_array_equal(source.expert(1, 3).up, open_source(tiny).expert(1, 3).up)
+        prints.add(source.spec.fingerprint)
+    assert len(prints) == 1
+
+
 def test_sparse_steps_and_exceptions_decide_which_layers_are_moe() -> None:
     from ktplan.model.families import moe_layers
 

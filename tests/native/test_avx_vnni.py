@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ktplan import kernels
-from ktplan.kernels import Pool
+from ktplan.kernels import PackTask, Pool, pack_weights
+from ktplan.quant.rounding import multipliers
 
 from ..kernels.formats import BF16, INTEGERS, Fill, Format, experts, projection, same_bits
 from .conftest import Trap
@@ -103,6 +104,17 @@ def test_bfloat16_products_are_those_of_avx2(trap: Trap, activation_bits: int) -
         for isa in (NAME, "avx2")
     )
     same_bits(ours, expected)
+
+
+def test_conversion_finds_a_quantizer_for_it(trap: Trap) -> None:
+    matrix = np.random.default_rng(6).standard_normal((32, 128)).astype(np.float32)
+    written = []
+    for isa in (NAME, "scalar"):
+        task = PackTask(matrix, np.zeros(32 * 128, np.uint8), np.zeros(32, np.float32))
+        (outcome,) = pack_weights([task], 8, "mse", multipliers(127), isa=isa, pool=Pool(1))
+        assert outcome.finite
+        written.append((task.packed.tobytes(), task.scale.tobytes(), outcome))
+    assert written[0] == written[1]
 
 
 def test_it_is_emulated_only_when_asked_for(trap: Trap) -> None:

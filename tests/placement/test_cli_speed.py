@@ -54,7 +54,7 @@ def test_a_plan_for_another_machine_says_how_fast(cli: Cli, profile: Path, tmp_p
     for word in (
         "decode",
         "t/s",
-        "5-95 % over documents",
+        "5-95 % of as much other text",
         "one more GiB",
         "16k more context",
         "bottleneck",
@@ -105,9 +105,10 @@ def test_profiles_are_merged_shown_drawn_and_exported(cli: Cli, profile: Path, t
     cli("profile", "merge", profile, profile, "--weights", "2,1", "--names", "x,y", "-o", both).ok()
     info = cli("profile", "info", both, "--json").ok().json()
     assert info["datasets"] == ["x", "y"] and info["tokens"] == 12_000 and info["transfer"] is not None
-    cli("profile", "report", both, "-o", tmp_path / "r.html").ok()
+    cli("profile", "report", both, "-o", tmp_path / "r.html", "--png", tmp_path / "r.png").ok()
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "r.html").read_text()
-    assert page.count("data:image/png") == 2 and "http" not in page and "<script" not in page
+    assert page.count("data:image/png") == 3 and "http" not in page and "<script" not in page
     cli("profile", "export", profile, "-o", tmp_path / "c.pt").ok()
     back = cli("profile", "import", "tiny", tmp_path / "c.pt", "-o", tmp_path / "back.safetensors").ok()
     assert "mixed" in back.stderr

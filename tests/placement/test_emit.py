@@ -174,7 +174,8 @@ def sglang_mask(counts: np.ndarray, cells: int, ratio: str) -> ExpertSet:
 
 
 @pytest.mark.parametrize(
-    "slots", [0, 1, 2, 3, 63, 64, 100, 511, 512, 513, 1000, 1777, 2276, 3500, 3711, 3712]
+    "slots",
+    [0, 1, 2, 3, 29, 63, 64, 65, 100, 511, 512, 513, 1000, 1777, 1856, 2276, 3000, 3500, 3711, 3712],
 )
 def test_sglang_reads_exactly_the_plan(spec_of: Make, profile_of: Make, slots: int) -> None:
     spec = spec_of(layers=61, experts=64, moe_layers=tuple(range(3, 61)), family="deepseek_v3")

@@ -15,6 +15,7 @@ from ktplan.placement import STRATEGIES, compare, expect, hit_rate
 from ktplan.placement.evaluate import held_out
 from ktplan.placement.strategies import Cells, choose
 from ktplan.profile import ActivationProfile
+from ktplan.profile.curves import widening
 
 Make = Callable[..., Any]
 
@@ -125,3 +126,11 @@ def test_profiles_of_another_model_cannot_be_compared(spec_of: Make, profile_of:
         compare(spec, foreign)
     with pytest.raises(BadInput, match="another model"):
         compare(spec, profile_of(spec), test=foreign)
+
+
+def test_a_placement_that_follows_its_text_widens(spec_of: Make, profile_of: Make) -> None:
+    spec = spec_of(layers=4, experts=32)
+    few, many = profile_of(spec, documents=10, skew=2.0), profile_of(spec, documents=60, skew=0.1)
+    assert widening(few) > 1.2 and widening(few) > widening(many) >= 1.0
+    assert widening(profile_of(spec, documents=5)) == 1.0
+    assert widening(few) == widening(few)

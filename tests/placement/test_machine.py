@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from ktplan.errors import BadInput, BadUsage
 from ktplan.placement.cost import Costs, Sizes, costs
-from ktplan.placement.known import describe, reference
+from ktplan.placement.known import CPUS, GPUS, describe, reference
 from ktplan.placement.machine import Figure, HardwareSpec
 
 
@@ -30,6 +31,22 @@ def test_words_become_a_machine() -> None:
 def test_what_is_not_understood_is_named(text: str, words: str) -> None:
     with pytest.raises(BadUsage, match=words):
         describe(text)
+
+
+def test_every_row_of_the_table_has_a_source_and_a_date() -> None:
+    for name, row in {**GPUS, **CPUS}.items():
+        assert row.source.url.startswith("https://"), name
+        assert date(2026, 1, 1) <= date.fromisoformat(row.source.date) <= date(2027, 1, 1), name
+    for name, gpu in GPUS.items():
+        # What no card of that kind exceeds; halves and doubles of a wrong column would.
+        assert 8 <= gpu.memory <= 200 and 15 <= gpu.bandwidth / gpu.memory <= 60, name
+        assert 15 <= gpu.pcie <= 63 and 60 <= 1000 * gpu.tflops / gpu.bandwidth <= 520, name
+
+
+def test_a_described_card_says_where_its_figures_are_from() -> None:
+    card = describe("RTX 4090, Xeon 8x DDR5-4800").gpus[0]
+    for figure in (card.bandwidth, card.copy, card.flops):
+        assert GPUS["RTX 4090"].source.url in figure.how and GPUS["RTX 4090"].source.date in figure.how
 
 
 def test_the_file_comes_back_and_damage_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ktplan.errors import BadInput, DoesNotFit
 from ktplan.model import open_source
+from ktplan.network import quiet
 from ktplan.placement import fit
 from ktplan.placement.budget import Needs
 from ktplan.placement.memory import anatomy, cache, workspace
@@ -40,7 +41,61 @@ def test_a_window_bounds_the_cache_and_linear_layers_hold_a_state() -> None:
     }  # fmt: skip
     short, long = cache(linear, 4, 100), cache(linear, 4, 200)
     assert long.bytes - short.bytes == 100 * 512 and short.per_token == 512
-    assert short.bytes - 100 * 512 == 3 * (8 * 16 * 16 * 4 + (2 * 4 * 16 + 8 * 16) * 3 * 2)
+    assert short.bytes - 100 * 512 == 3 * (8 * 16 * 16 * 4 + (2 * 4 * 16 + 8 * 16) * 4 * 2)
+
+
+_COMMON = {
+    "vocab_size": 264, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 2,
+}  # fmt: skip
+_LOCAL = {
+    **{key: value for key, value in _COMMON.items() if not key.startswith(("moe", "num_experts"))},
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16,
+}  # fmt: skip
+_LATENT = {
+    **_COMMON, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32, "v_head_dim": 32,
+}  # fmt: skip
+_LINEAR = {
+    **_COMMON, "head_dim": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+# Family: transformers' config class, its fields, layers that keep a window.
+ATTENTION = {
+    "grouped": ("Qwen3Moe", {**_COMMON, "head_dim": 64}, 3, 0),
+    "multi-head": ("Olmoe", {**_COMMON, "num_key_value_heads": 4}, 2, 0),
+    "multi-query": ("Qwen3Moe", {**_COMMON, "num_key_value_heads": 1, "head_dim": 32}, 2, 0),
+    "sliding": ("Mixtral", _LOCAL, 2, 2),
+    "sliding and full": ("GptOss", {**_LOCAL, "head_dim": 32}, 4, 2),
+    "latent": ("DeepseekV3", _LATENT, 2, 0),
+    "linear and full": ("Qwen3Next", _LINEAR, 4, 0),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_the_cache_is_as_large_as_transformers_own(kind: str) -> None:
+    """A forward pass of two sequences of 40 tokens in bfloat16, then every tensor of its cache."""
+    import torch
+    import transformers
+
+    name, fields, layers, windows = ATTENTION[kind]
+    with quiet():
+        config = getattr(transformers, f"{name}Config")(**fields, num_hidden_layers=layers)
+        model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
+        with torch.inference_mode():
+            held = model(input_ids=torch.arange(80).view(2, 40), use_cache=True).past_key_values
+    tensors = [
+        tensor
+        for layer in held.layers
+        for value in vars(layer).values()
+        for tensor in (value.values() if isinstance(value, dict) else [value])
+        if isinstance(tensor, torch.Tensor) and tensor.ndim
+    ]
+    told = cache(config.to_dict(), layers, 40, 2)
+    # A window holds one token fewer between two calls than in the next one.
+    between = windows * 2 * 2 * 2 * 32 * 2
+    assert told.bytes - between == sum(tensor.nbytes for tensor in tensors), told
 
 
 def test_a_nested_config_is_unwrapped_and_nonsense_is_refused() -> None:

@@ -133,8 +133,36 @@ def test_several_gpus_hold_consecutive_layers_within_their_memory(spec: Any, pro
     for experts, card in ((first, cards[0]), (second, cards[1])):
         assert len(experts) * one + 2 * len(experts.layers) * (1 << 20) <= card
     assert len(second) > len(first) and plan.prediction is not None
-    with pytest.raises(DoesNotFit, match="2 GPUs"):
+    with pytest.raises(DoesNotFit, match="2 GPUs of 2.00 MiB, 2.00 MiB: dense weights 8.00 MiB") as fault:
         plan_several(spec, None, parts, (2 << 20, 2 << 20), needs, strategy="uniform", margin=1 << 20)
+    # 8 of weights, 6 of cache, 2 x (1 + 1) of workspace and margin: 14 too many, more than the cache can give.
+    assert fault.value.hint == "give 14.0 MiB more in all, or lower --margin"
+    with pytest.raises(DoesNotFit) as fault:
+        plan_several(
+            spec, None, parts, (7 << 20, 7 << 20), needs, strategy="uniform", margin=1 << 20, context=3000
+        )
+    assert fault.value.hint == "give 4.00 MiB more in all, or lower --context to about 1,000"
+
+
+@pytest.mark.parametrize("strategy", ["frequency", "optimal", "uniform"])
+def test_a_plan_for_several_gpus_is_judged_on_documents_it_did_not_see(
+    spec: Any, profile_of: Make, strategy: str
+) -> None:
+    parts = Anatomy(lines=(), by_layer={}, embedding=0, head=0)
+    one = fit(spec, slots=1).expert_bytes
+    needs = Needs(kv_bytes=0, workspace=0, attention="")
+    plan = plan_several(
+        spec, profile_of(spec, skew=3.0), parts, (20 * one, 12 * one), needs, strategy=strategy, margin=0
+    )
+    told = plan.expectation
+    assert len(plan.gpu) == 32 and told is not None and told.held_out is not None and told.folds == 5
+    assert plan.prediction is not None and plan.prediction.held_out
+    assert told.held_out_low is not None and told.held_out_high is not None
+    assert told.held_out_low <= told.held_out <= told.held_out_high
+    if strategy == "uniform":
+        assert told.held_out == told.in_sample
+    else:
+        assert told.random < told.held_out < told.in_sample <= told.bound
 
 
 def test_sglang_quirks_are_repeated_on_request(spec_of: Make, profile_of: Make) -> None:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ktplan.errors import BadUsage, DoesNotFit
-from ktplan.placement.sweep import is_question, parse, sweep
+from ktplan.placement import fit
+from ktplan.placement.decide import decide, setting_of
+from ktplan.placement.known import describe
+from ktplan.placement.sweep import Question, is_question, parse, sweep
+
+Make = Callable[..., Any]
 
 
 def test_ranges_are_read() -> None:
@@ -38,3 +48,30 @@ def test_more_memory_is_never_slower_and_more_context_never_faster() -> None:
         for (other_vram, other_ctx), other in by.items():
             if speed is not None and other is not None and other_vram >= vram and other_ctx <= ctx:
                 assert other >= speed
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["frequency", "optimal", "uniform"]), st.integers(1, 4))
+@settings(max_examples=15, deadline=None)
+def test_real_plans_are_monotone_too(
+    spec_of: Make, profile_of: Make, seed: int, strategy: str, batch: int
+) -> None:
+    """More memory is never slower, more context never faster, whatever was counted."""
+    spec = spec_of(layers=3, experts=8, hidden=1024, moe_intermediate=512, kv_bytes_per_token=4096)
+    profile = profile_of(spec, documents=6, seed=seed)
+    machine = describe("RTX 4090, Xeon 8x DDR5-4800")
+
+    def ask(memory: int, tokens: int, sequences: int) -> tuple[int, float, float, float]:
+        budget = fit(spec, card_memory=memory, context=tokens, batch=sequences, margin=0)
+        setting = setting_of(spec, budget, machine)
+        gpu, _, made = decide(profile, strategy, budget.slots, setting, 42)
+        return len(gpu), made.decode, made.decode_low, made.decode_high
+
+    question = Question(vram=tuple(n << 20 for n in (2, 8, 20, 45, 90)), ctx=(0, 1000, 4000), batch=(batch,))
+    rows = sweep(question, ask, vram=0, ctx=0, batch=batch)
+    by = {(row.vram, row.ctx): row for row in rows}
+    assert by[2 << 20, 4000].decode is None and by[90 << 20, 0].slots == 24
+    for (vram, ctx), row in by.items():
+        for (other_vram, other_ctx), other in by.items():
+            if row.decode and other_vram >= vram and other_ctx <= ctx:
+                assert other.decode and other.decode >= row.decode
+                assert other.low is not None and other.low <= other.decode <= (other.high or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,24 @@ def test_any_text_comes_back_as_it_was_written(
     path = tmp_path_factory.mktemp("corpus") / "a.jsonl"
     write(path, "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts))
     assert [document.text for document in documents([path])] == texts
+
+
+def test_a_data_set_in_the_hugging_face_cache_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktplan.cli.profile_files import named_files
+
+    cache = tmp_path / "hub" / "datasets--org--name"
+    for snapshot in ("old", "new"):
+        data = cache / "snapshots" / snapshot / "data"
+        data.mkdir(parents=True)
+        blob = write(tmp_path / f"blob-{snapshot}", '{"text": "' + snapshot + '"}\n')
+        (data / "train.jsonl").symlink_to(blob)
+        write(data.parent / "README.md", "about the data")
+    os.utime(cache / "snapshots" / "old", (1, 1))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = named_files(("web=hf:org/name",))
+    assert [(path.name, name) for path, name in found.items()] == [("train.jsonl", "web")]
+    assert [row.text for row in read_corpus(list(found)).documents] == ["new"]
+    with pytest.raises(BadUsage, match="not in the Hugging Face cache"):
+        named_files(("hf:org/other",))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ktplan.profile import ActivationProfile
-from ktplan.profile.report import layer_use, save_plot, single_document_mass, warnings
+from ktplan.profile.page import page
+from ktplan.profile.pictures import save_overview, save_plot
+from ktplan.profile.report import layer_use, single_document_mass, warnings
 
 
 def profile(counts: list[list[list[int]]], top_k: int = 1) -> ActivationProfile:
@@ -70,8 +74,25 @@ def test_the_heat_map_is_a_picture_that_grows_with_the_model(
     assert 2 * experts <= width <= 3000 and 2 * layers <= height <= 2000
 
 
-def test_the_same_profile_gives_the_same_picture(tmp_path: Path) -> None:
-    made = profile([[[10, 0, 3, 1]]])
-    save_plot(made, tmp_path / "a.png")
-    save_plot(made, tmp_path / "b.png")
+@pytest.mark.parametrize("save", [save_plot, save_overview])
+def test_the_same_profile_gives_the_same_picture(tmp_path: Path, save: Any) -> None:
+    made = profile([[[10, 0, 3, 1]], [[2, 5, 0, 1]]])
+    save(made, tmp_path / "a.png")
+    save(made, tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_the_page_has_every_part_and_needs_nothing_else() -> None:
+    made = profile([[[10, 2, 3, 1]], [[2, 5, 4, 1]], [[9, 2, 3, 2]], [[2, 9, 4, 1]]])
+    text = page(replace(made, datasets=("a", "b", "a", "b")))
+    assert text.count("data:image/png") == 3 and "http" not in text and "<script" not in text
+    for word in (
+        "Use of each expert",
+        "What placements serve",
+        "From one data set to another",
+        "unseen mass",
+        "entropy",
+    ):
+        assert word in text, word
+    # The matrix is a table, too: a row and a column for each data set.
+    assert "<td>a</td>" in text and "<th>b</th>" in text

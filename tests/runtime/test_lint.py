@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 
 from ktplan import network
+from ktplan.errors import BadInput
 from ktplan.model import read_spec
 from ktplan.placement import make_plan
 from ktplan.placement.emit import to_rules
-from ktplan.rules import parse
+from ktplan.rules import load, parse
 from ktplan.runtime.lint import Lint, lint
+from ktplan.store import ExpertStore
 
 
 def rule(name: str, device: str = "cpu", more: str = "") -> str:
@@ -50,6 +53,26 @@ def test_a_class_of_digits_is_no_range(skeleton: Any) -> None:
     )
     assert found.rules[0].experts_layers == "0-1" and found.rules[1].experts_layers == "2-3"
     assert "[0-15] is a set of single characters" in words(found) and found.errors == 0
+
+
+def test_a_class_that_runs_backwards_is_refused_with_what_was_meant(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(rule(r"^model\.layers\.([4-10])\.mlp\.experts$"))
+    with pytest.raises(BadInput, match="line 2: name is no regular expression: bad character range") as fault:
+        load(path)
+    assert fault.value.hint == "[4-10] is a set of single characters: write (?:4|5|6|7|8|9|10)"
+    assert re.fullmatch("(?:4|5|6|7|8|9|10)", "10")
+
+
+def test_a_stores_own_sizes_count_on_the_cpu(
+    cli: Callable[..., Any], tiny: Path, store_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "rules.yaml").write_text(rule(r"\.mlp\.experts$"))
+    told = (
+        cli("rules", "check", tmp_path / "rules.yaml", tiny, "--store", store_of(tiny), "--json").ok().json()
+    )
+    one = ExpertStore.open(store_of(tiny)).manifest.bytes_per_expert
+    assert told["rules"][0]["bytes"] == {"cpu": 64 * one}
 
 
 def test_gaps_overlaps_and_dead_rules(skeleton: Any) -> None:

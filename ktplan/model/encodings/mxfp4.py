@@ -16,11 +16,9 @@ from ktplan.model.encodings.pieces import (
     Hints,
     Part,
     Piece,
-    by_group,
-    e2m1,
     expect,
     exponents,
-    nibbles,
+    fp4,
 )
 
 _GROUP = 32
@@ -41,9 +39,7 @@ def _check(parts: Mapping[str, Part], rows: int, columns: int, hints: Hints) -> 
 
 
 def _decode(pieces: Mapping[str, Piece], rows: int, columns: int, hints: Hints) -> Floats:
-    weight = e2m1()[nibbles(pieces["weight"].data.reshape(rows, columns // 2))]
-    weight *= by_group(exponents(pieces["scale"].data), columns)
-    return weight
+    return fp4(pieces["weight"].data, exponents(pieces["scale"].data), rows, columns)
 
 
 MXFP4 = Encoding(

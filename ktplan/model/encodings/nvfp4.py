@@ -15,11 +15,9 @@ from ktplan.model.encodings.pieces import (
     Hints,
     Part,
     Piece,
-    by_group,
-    e2m1,
     expect,
     floats,
-    nibbles,
+    fp4,
 )
 
 _GROUP = 16
@@ -42,8 +40,7 @@ def _check(parts: Mapping[str, Part], rows: int, columns: int, hints: Hints) -> 
 
 
 def _decode(pieces: Mapping[str, Piece], rows: int, columns: int, hints: Hints) -> Floats:
-    weight = e2m1()[nibbles(pieces["weight"].data)]
-    weight *= by_group(floats(pieces["scale"]), columns)
+    weight = fp4(pieces["weight"].data, floats(pieces["scale"]), rows, columns)
     if "divisor" in pieces:
         weight /= floats(pieces["divisor"]).reshape(())
     else:

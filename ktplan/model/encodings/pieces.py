@@ -157,3 +157,10 @@ def unpack(words: Raw, bits: int, count: int) -> npt.NDArray[np.uint8]:
 def by_group(scale: Floats, columns: int) -> Floats:
     """Scales [rows, groups] repeated to [rows, columns]; the groups are equally long."""
     return np.repeat(scale, columns // scale.shape[-1], axis=-1)
+
+
+def fp4(packed: Raw, scale: Floats, rows: int, columns: int) -> Floats:
+    """FP4 pairs of a matrix [rows, columns] and the scale [rows, groups] of each group, as float32."""
+    weight = e2m1()[nibbles(packed.reshape(rows, columns // 2))]
+    weight *= by_group(scale, columns)
+    return weight
