@@ -15,7 +15,7 @@ none of our threads waited for a core (Linux tells); in each round everything ha
 so that what others do on the machine matters little. Steps that never ran undisturbed are counted: with many of them
 the figures say little, and the machine was too busy for this.
 
-    python benchmarks/predicted_vs_measured.py [--json FILE] [--tokens 240] [--rounds 8]
+    python benchmarks/predicted_vs_measured.py [--json FILE] [--tokens 240] [--rounds 8] [--minutes 20]
 
 Exit code 1 when the median error exceeds 10 %, the worst 20 %, or a counter differs. Needs two cores.
 """
@@ -290,7 +290,7 @@ def texts_of(part: str, tokens: int) -> list[list[int]]:
     return found[:: max(1, len(found) // count)][:count]
 
 
-def run(tokens: int, rounds: int) -> dict[str, Any]:
+def run(tokens: int, rounds: int, limit: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     source = open_source(TINY)
     spec = source.spec
@@ -311,7 +311,10 @@ def run(tokens: int, rounds: int) -> dict[str, Any]:
                 plan = make_plan(spec, profile, strategy=strategy, slots=int(spec.expert_count * ratio))
                 plans[ratio, strategy] = plan
                 jobs[ratio, strategy] = Job(bench.network(plan), documents)
+        begun = time.monotonic()
         for _ in range(rounds):
+            if time.monotonic() - begun > limit:
+                break
             for job in (*known.values(), *jobs.values()):
                 job.turn(spec.top_k)
         constants = constants_of(known, spec)
@@ -354,8 +357,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--tokens", type=int, default=240, help="steps of each run")
     parser.add_argument("--rounds", type=int, default=8, help="of each step; the least counts")
+    parser.add_argument("--minutes", type=float, default=20, help="begin no further round after so many")
     given = parser.parse_args()
-    found = run(given.tokens, given.rounds)
+    found = run(given.tokens, given.rounds, 60 * given.minutes)
     print("us:", json.dumps(found["constants_us"]))
     for row in found["rows"]:
         print(

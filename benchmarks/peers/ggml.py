@@ -16,6 +16,7 @@ from side_by_side import Routing, Shape
 
 TYPES = {"F32": 0, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "I32": 26}
 BYTES = {"Q4_0": 18 / 32, "Q8_0": 34 / 32, "Q4_K": 144 / 256, "Q5_0": 22 / 32}
+REPACKED = ("Q4_0", "Q4_K")
 
 
 class InitParams(ctypes.Structure):
@@ -74,19 +75,20 @@ class Engine:
         self.lib = lib = library()
         self.backend = lib.ggml_backend_cpu_init()
         lib.ggml_backend_cpu_set_n_threads(self.backend, threads)
-        self.weights = lib.ggml_init(InitParams(1 << 20, None, True))
+        # a type without a repacked layout must not lie in that buffer
+        plain, repacked = (lib.ggml_init(InitParams(1 << 20, None, True)) for _ in range(2))
+        places = [repacked if self.layout == "repack" and k in REPACKED else plain for k in kinds]
         h, i, e = shape.hidden, shape.intermediate, shape.experts
         types = {**TYPES, "Q5_0": 6}
         sizes = ((h, i), (h, i), (i, h))
         self.tensors = [
-            lib.ggml_new_tensor_3d(self.weights, types[k], *size, e)
-            for k, size in zip(kinds, sizes, strict=True)
+            lib.ggml_new_tensor_3d(place, types[k], *size, e)
+            for place, k, size in zip(places, kinds, sizes, strict=True)
         ]
-        if self.layout == "repack":
-            if not lib.ggml_backend_alloc_ctx_tensors_from_buft(self.weights, self._repack()):
-                raise RuntimeError(f"no repacked layout for {kind}")
-        else:
-            lib.ggml_backend_alloc_ctx_tensors(self.weights, self.backend)
+        if repacked in places:
+            lib.ggml_backend_alloc_ctx_tensors_from_buft(repacked, self._repack())
+        if plain in places:
+            lib.ggml_backend_alloc_ctx_tensors(plain, self.backend)
         for tensor, k, (columns, rows) in zip(self.tensors, kinds, sizes, strict=True):
             self._fill(tensor, types[k], columns, rows)
 

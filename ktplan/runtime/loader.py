@@ -115,7 +115,6 @@ def prepare(
     chosen = best_device() if device == "auto" else device
     wanted, why = _dtype(dtype, chosen)
     skeleton = network.skeleton(sources.model, wanted)
-    open_safetensors(sources.model).spec.check_experts()
     weights, said = sources.gpu_weights, []
     if weights is not None and rules is None:
         rules = _rules_of_weights(skeleton, weights)
@@ -203,6 +202,7 @@ def build(
     """
     started = time.monotonic()
     source = open_safetensors(prepared.sources.model)
+    source.spec.check_experts()
     model = prepared.skeleton
     experts = build_experts(
         prepared, source, threads=threads, activation_bits=activation_bits, progress=progress

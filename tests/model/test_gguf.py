@@ -216,6 +216,8 @@ def test_one_tensor_an_expert_as_older_files_have_it(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", single, arch="llama")
     assert (read_spec(file).family, read_spec(file).fused) == ("mixtral", False)
     assert_reads(file, stacked)
+    whole = write(tmp_path / "stacked.gguf", stacked, arch="llama")
+    assert read_spec(file).fingerprint == read_spec(whole).fingerprint
     lost = [entry for entry in single if entry[0] != "blk.1.ffn_up.2.weight"]
     with pytest.raises(BadInput, match=r"blk\.1\.ffn_up\.2\.weight is missing \(layer 1, expert 2, up"):
         open_source(write(tmp_path / "lost.gguf", lost, arch="llama"))
@@ -231,6 +233,8 @@ def test_gate_above_up_in_one_tensor(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", both, arch="qwen3next")
     assert_reads(file, stacked)
     assert set(open_source(file).expert_names(0, 0)) == {"gate", "up", "down"}
+    apart = write(tmp_path / "apart.gguf", stacked, arch="qwen3next")
+    assert read_spec(file).fingerprint == read_spec(apart).fingerprint
 
 
 def test_gpt_oss_has_biases_and_its_own_activation(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ struct KernelTable {
 
   FormatKernels int8, int4, int4_g32, int4_g64, int4_g128, bf16;
 
-  // The levels of a quantized row (of int8 or int4), for tests.
+  // The levels of a row that int8's `quantize` wrote (other formats may keep the same levels otherwise), for tests.
   void (*levels)(const Row& row, std::size_t k, int bits, std::int32_t* out) noexcept;
 
   // n a multiple of 16; out may be up.

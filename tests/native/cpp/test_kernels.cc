@@ -105,8 +105,9 @@ TEST(dot_products_are_the_exact_integers) {
             const Exactly<float> x(count * k, 4);
             fill(x, random);
             const Rows rows(format, x, count, k, bits);
+            const Rows plain(table->int8, x, count, k, bits);
             std::vector<std::int32_t> levels(count * k);
-            for (std::size_t r = 0; r < count; ++r) table->levels(rows.rows[r], k, bits, levels.data() + r * k);
+            for (std::size_t r = 0; r < count; ++r) table->levels(plain.rows[r], k, bits, levels.data() + r * k);
             const Exactly<std::int64_t> out(count * kStepRows);
             kernels.dots(weights.step(s), rows.pointers.data(), count, out.data());
             for (std::size_t r = 0; r < count; r += std::max<std::size_t>(1, count - 1)) {
