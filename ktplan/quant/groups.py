@@ -9,8 +9,8 @@ A group is 32, 64 or 128 neighbouring inputs of one output row. Levels are -8..7
                follows a group whose weights reach further on one side. Other weights lose 7 % less.
 
 The scale with the least squared error is searched (`tries`): plain ones among shares of the group's largest weight;
-with offsets for several numbers of steps that half of the range may take, each with the offset that fits the group's
-middle best and both neighbours. A scale is rounded to what can be stored *before* levels are chosen. Then twice the
+with offsets for several numbers of steps that half of the range may take, each with the three offsets that fit the
+group's middle best. A scale is rounded to what can be stored *before* levels are chosen. Then twice the
 least-squares scale of the best one's levels. What is compared is the error that is really stored.
 
 numpy only. This file is the specification: the native code that conversion runs (kernels.pack_groups and
@@ -133,9 +133,9 @@ def _try_offsets(search: _Search, values: F32, alive: npt.NDArray[np.bool_]) -> 
         )
         scale = widest * sign
         code = np.rint((middle + middle) * (np.float32(1) / scale))
+        code = np.minimum(np.maximum(code, np.float32(1)), np.float32(_CODES - 2))
         for step in (-1, 0, 1):
-            near = np.minimum(np.maximum(code + np.float32(step), np.float32(0)), np.float32(_CODES - 1))
-            search.attempt(scale, near)
+            search.attempt(scale, code + np.float32(step))
 
 
 def dequantize_groups(rows: QuantizedGroups) -> F32:

@@ -212,9 +212,9 @@ def _tries(grouped: Tensor, grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
     sign = torch.where(high > -low, 1.0, -1.0)
     for reach in groups.tries(offsets=True).tolist():
         step = torch.maximum(half / reach, peak / (reach + groups.FURTHEST)) * sign
-        middle = ((high + low) * _inverse(step)).clamp(-9, 9).round().int()
+        middle = ((high + low) * _inverse(step)).clamp(1, 2).round().int()
         for code in (middle - 1, middle, middle + 1):
-            yield step, code.clamp(0, 3)
+            yield step, code
 
 
 def _feed(weight: Tensor, step: Tensor, factor: Tensor, grid: Grid, block: int) -> Tensor:

@@ -109,14 +109,13 @@ struct GroupQuantizer {
   }
 
   static void attempt_shifted(const float* values, std::size_t group, const Range& range, const QuantizeRule& rule, Search& best) {
-    const F zero = V::set(0.0f), one = V::set(1.0f), last = V::set(3.0f), twice = V::add(range.middle, range.middle);
+    const F one = V::set(1.0f), twice = V::add(range.middle, range.middle);
     for (std::size_t i = 0; i < rule.try_count; ++i) {
       const float reach = rule.tries[i];
       const F widest = V::max(V::mul(range.half, V::set(1.0f / reach)), V::mul(range.peak, V::set(1.0f / (reach + kFurthest))));
-      const F scale = V::mul(widest, range.sign), code = V::rint(V::mul(twice, V::div(one, scale)));
-      const F wanted[3] = {scale, scale, scale};
-      const F codes[3] = {V::min(V::max(V::sub(code, one), zero), last), V::min(V::max(code, zero), last),
-                          V::min(V::max(V::add(code, one), zero), last)};
+      const F scale = V::mul(widest, range.sign), nearest = V::rint(V::mul(twice, V::div(one, scale)));
+      const F code = V::min(V::max(nearest, one), V::set(2.0f));
+      const F wanted[3] = {scale, scale, scale}, codes[3] = {V::sub(code, one), code, V::add(code, one)};
       attempt<true, 3>(values, group, wanted, codes, range.cap, best);
     }
   }
