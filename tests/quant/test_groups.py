@@ -227,7 +227,7 @@ def test_with_offsets_the_range_of_levels_follows_the_weights() -> None:
     weights[:8, ::32] = 6
     weights[8:16, ::32] = -6
     rows = quantize_groups(weights, 32, offsets=True)
-    assert (offsets_of(rows.scale)[:16] == 2).all() and (widen(rows.scale)[:8] > 0).all()
+    assert (offsets_of(rows.scale)[:16] >= 1.5).all() and (widen(rows.scale)[:8] > 0).all()
     assert (widen(rows.scale)[8:16] < 0).all() and set(np.unique(offsets_of(rows.scale)[16:])) == {
         0.5,
         1,
