@@ -128,7 +128,11 @@ def test_finer_formats_do_less_damage(cli: Callable[..., Any], stores: dict[str,
     )
     by_name = dict(zip(stores, body["stores"], strict=True))
     kl = {name: row["kl"] for name, row in by_name.items()}
-    assert kl["bf16"] < 1e-4 < kl["int4-g32"] < kl["int4-g64"] < kl["int4-g128"] < 0.01
+    # so few tokens do not tell groups of 64 from groups of 128; their weights do
+    coarse = kl["int4-g64"], kl["int4-g128"]
+    assert kl["bf16"] < 1e-4 < kl["int4-g32"] < min(coarse) <= max(coarse) < 0.01
+    errors = [ExpertStore.open(stores[f"int4-g{group}"]).manifest.mean_error or 0 for group in (32, 64, 128)]
+    assert 0.07 < errors[0] < 0.95 * errors[1] < 0.9 * errors[2] < 0.1
     assert by_name["bf16"]["top1_agreement"] > 0.995 and by_name["int4-g32"]["top1_agreement"] > 0.93
 
 
