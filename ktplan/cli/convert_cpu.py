@@ -136,6 +136,8 @@ def convert_cpu_command(
     warn_if_crowded(threads, out)
     scheme = chosen_scheme(options)
     source = open_source(model)
+    if options["target"] == "kt-kernel" or scheme.rounding == "kt":
+        _refuse_other_activations(source)
     if options["target"] == "kt-kernel":
         _refuse_padding(source, scheme)
     _note_what_is_left_out(source, out)
@@ -224,6 +226,17 @@ def _recalled(
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
     return model or locate(recorded.model_path), folder, {**options, **recorded.options, **now}
+
+
+def _refuse_other_activations(source: WeightSource) -> None:
+    """kt-kernel's INT8 and INT4 experts compute silu(gate) * up; it would run others without a word, and wrongly."""
+    spec = source.spec
+    if spec.expert_bias or spec.activation not in ("silu", "swish"):
+        extra = "biases" if spec.expert_bias else f"the activation '{spec.activation}'"
+        raise BadUsage(
+            f"experts of {spec.model_type} have {extra}, which kt-kernel's INT8 and INT4 kernels do not compute",
+            hint="leave out --target kt-kernel and --rounding kt: our own runtime computes them",
+        )
 
 
 def _refuse_padding(source: WeightSource, scheme: Scheme) -> None:

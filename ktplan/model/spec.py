@@ -76,7 +76,7 @@ class ModelSpec:
             raise BadInput(
                 f"{self.name}: experts of {self.model_type} have {'biases and ' * self.expert_bias}the activation "
                 f"'{self.activation}', which rounding by calibration does not compute",
-                hint="convert it with --rounding mse",
+                hint="convert-cpu --rounding mse does without calibration; convert-gpu cannot take this model",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from ktplan.experts import ExpertId, ExpertSet
 from ktplan.placement.cost import Costs
 from ktplan.placement.replay import Floats, Mask, Routing, orders, to_mask
 from ktplan.placement.solve import Solution, Tables, solve
-from ktplan.placement.strategies import DEFAULT_SEED, STRATEGIES, Cells, choose
+from ktplan.placement.strategies import DEFAULT_SEED, NEED_PROFILE, STRATEGIES, Cells, choose
 from ktplan.profile.profile import Counts
 
-SOLVED: Final = ("optimal", "robust")
-ALL_STRATEGIES: Final = (*STRATEGIES, *SOLVED)
+ALL_STRATEGIES: Final = (*STRATEGIES, *NEED_PROFILE)
 _FIXED: Final = ("uniform", "front-loading", "random")  # the same whatever was counted
 _ROUNDS: Final = 12  # of raising the weight of the slowest data set
 
@@ -59,7 +58,7 @@ class Chooser:
         profile = self.routing.profile
         cells = Cells(profile.layers, profile.experts)
         counts = self._counts(documents)
-        if self.strategy not in SOLVED:
+        if self.strategy not in NEED_PROFILE:
             gpu = choose(self.strategy, cells, self.slots, counts, self.seed, as_cells=True)
             mask = np.zeros(cells.size, dtype=bool)
             mask[gpu] = True

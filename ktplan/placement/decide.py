@@ -7,7 +7,7 @@ from dataclasses import replace
 from ktplan.experts import ExpertSet
 from ktplan.model import ModelSpec
 from ktplan.placement.budget import Budget
-from ktplan.placement.choose import SOLVED, Chooser, Judged, better, judge
+from ktplan.placement.choose import Chooser, Judged, better, judge
 from ktplan.placement.cost import Costs, Sizes, costs
 from ktplan.placement.machine import HardwareSpec
 from ktplan.placement.predict import Prediction, Setting, predict
@@ -93,4 +93,4 @@ def time_of(costs_of: Costs, routing: Routing, gpu: ExpertSet) -> float:
     return routing.times(costs_of, routing.mask(gpu)).mean()
 
 
-__all__ = ["FOLDS", "SOLVED", "decide", "setting_of", "time_of", "with_weights"]
+__all__ = ["FOLDS", "decide", "setting_of", "time_of", "with_weights"]

@@ -80,6 +80,7 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
     "front-loading": front_loading,
     "random": random,
 }
+NEED_PROFILE: Final = ("optimal", "robust")  # solved over what a profile counted, not by a rule of this module
 
 
 @overload
@@ -116,6 +117,10 @@ def choose(
 
     Raises BadUsage for an unknown strategy, slots outside 0 .. all, a negative seed, or missing counts.
     """
+    if strategy in NEED_PROFILE:
+        raise BadUsage(
+            f"strategy '{strategy}' decides by what experts were used for", hint="give a profile with --profile"
+        )
     if strategy not in STRATEGIES:
         raise BadUsage(f"there is no strategy '{strategy}'", hint=f"use one of {', '.join(STRATEGIES)}")
     if not 0 <= slots <= cells.size:

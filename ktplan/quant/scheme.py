@@ -68,6 +68,11 @@ class Scheme:
                 "--rounding kt",
                 hint="leave out --group-size, or use --rounding mse",
             )
+        if self.rounding == "gptq" and self.bits == 2:
+            raise BadUsage(
+                "three levels leave calibration nothing to work with: weights got worse in what was measured",
+                hint="use --rounding mse with --bits 2, or --bits 4",
+            )
         if self.rounding == "kt" and self.bits == 2:
             raise BadUsage(
                 "kt-kernel has no 2-bit format, so --rounding kt cannot be met", hint="use --rounding mse"

@@ -252,7 +252,7 @@ def check_parts(sizes: Sizes, bits: int, parts: int, group: int | None = None) -
     filled = f", {width} with padding" if width != sizes.moe_intermediate else ""
     values = ", ".join(map(str, legal))
     wider = next((other for other in (8, 16) if other > bits and parts in legal_parts(sizes, other)), None)
-    other = "" if wider is None else f", or use {_OPTIONS[wider]}"
+    other = "" if wider is None else f", or convert with {_OPTIONS[wider]}"
     raise BadUsage(
         f"experts are {sizes.moe_intermediate} wide{filled}; {parts} NUMA parts make {share:g} each, "
         f"layout {layout.name} needs a multiple of {layout.unit}",

@@ -74,6 +74,7 @@ def test_options_choose_the_format(given: dict[str, Any], scheme: Scheme) -> Non
         ({"dtype": "bf16", "target": "kt-kernel"}, "--dtype bf16 and --target kt-kernel"),
         ({"bits": "8", "group_size": "32"}, "8 bits have no scales for groups of 32"),
         ({"bits": "2", "group_size": "32"}, "2 bits have no scales for groups of 32"),
+        ({"bits": "2", "rounding": "gptq"}, "three levels leave calibration nothing"),
     ],
     ids=str,
 )
@@ -218,6 +219,15 @@ def test_kt_kernel_is_not_given_what_it_cannot_load(
 
     with safe_open(tmp_path / "kt" / "model-00001-of-00004.safetensors", framework="np") as shard:
         assert all(name.startswith("blk.") for name in shard.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("asked", [("--target", "kt-kernel"), ("--rounding", "kt")])
+def test_experts_that_kt_kernel_cannot_compute_are_not_written_for_it(
+    cli: Callable[..., Any], family_checkpoint: Callable[..., Path], tmp_path: Path, asked: tuple[str, str]
+) -> None:
+    told = cli("convert-cpu", family_checkpoint("gpt_oss"), "-o", tmp_path / "store", *asked)
+    told.refused(2, "experts of gpt_oss have biases", "kt-kernel")
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,13 @@ def test_front_loading_fills_whole_layers() -> None:
     }
 
 
+@pytest.mark.parametrize("strategy", ["optimal", "robust"])
+def test_what_is_solved_over_counts_asks_for_a_profile(strategy: str) -> None:
+    with pytest.raises(BadUsage, match=strategy) as refused:
+        choose(strategy, Cells((0, 1), 4), 3, None)
+    assert "--profile" in str(refused.value.hint)
+
+
 def test_what_cannot_be_chosen_is_refused_with_the_range() -> None:
     cells = Cells((0, 1), 8)
     with pytest.raises(BadUsage, match="17 GPU experts are out of range") as fault:
