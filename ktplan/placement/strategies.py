@@ -80,7 +80,10 @@ STRATEGIES: Final[Mapping[str, Strategy]] = {
     "front-loading": front_loading,
     "random": random,
 }
-NEED_PROFILE: Final = ("optimal", "robust")  # solved over what a profile counted, not by a rule of this module
+NEED_PROFILE: Final = (
+    "optimal",
+    "robust",
+)  # solved over what a profile counted, not by a rule of this module
 
 
 @overload
@@ -119,7 +122,8 @@ def choose(
     """
     if strategy in NEED_PROFILE:
         raise BadUsage(
-            f"strategy '{strategy}' decides by what experts were used for", hint="give a profile with --profile"
+            f"strategy '{strategy}' decides by what experts were used for",
+            hint="give a profile with --profile",
         )
     if strategy not in STRATEGIES:
         raise BadUsage(f"there is no strategy '{strategy}'", hint=f"use one of {', '.join(STRATEGIES)}")
