@@ -106,7 +106,9 @@ def test_the_legal_numbers_of_parts(model: Sizes, bits: int, parts: tuple[int, .
 def test_an_illegal_split_is_refused_with_the_numbers_and_the_legal_ones() -> None:
     with pytest.raises(BadUsage, match=r"2560 wide; 8 NUMA parts make 320 each.*multiple of 128") as found:
         check_parts(Sizes(2560, 2560), 4, 8)
-    assert found.value.hint == "for this model --numa-parts may be 1, 2, 4, 5, 10, 20, or convert with --bits 8"
+    assert (
+        found.value.hint == "for this model --numa-parts may be 1, 2, 4, 5, 10, 20, or convert with --bits 8"
+    )
 
 
 def test_widths_are_filled_up_to_what_the_layout_needs() -> None:
