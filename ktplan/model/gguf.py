@@ -19,7 +19,7 @@ import numpy as np
 from ktplan.errors import BadInput
 from ktplan.model.families import Family, family_of
 from ktplan.model.fingerprint import Run, fingerprint, packed_runs, sampled_experts
-from ktplan.model.header import TensorInfo
+from ktplan.model.header import TensorInfo, read_bytes
 from ktplan.model.safetensors import display_name
 from ktplan.model.source import Array, Biases, ExpertWeights
 from ktplan.model.spec import ModelSpec
@@ -255,18 +255,7 @@ class GgufSource:
         stacked = not re.search(r"\.\d+\.(weight|bias)$", info.name)
         shape = info.shape[1:] if stacked else info.shape
         size = info.bytes // (info.shape[0] if stacked else 1)
-        try:
-            with info.file.open("rb") as file:
-                file.seek(info.start + (expert * size if stacked else 0))
-                raw = file.read(size)
-        except OSError as fault:
-            raise BadInput(
-                f"{info.file} cannot be read: {fault.strerror} ({info.name})", hint="check the disk"
-            ) from None
-        if len(raw) != size:
-            raise BadInput(
-                f"{info.file} became shorter while it was read ({info.name})", hint="check the disk"
-            )
+        raw = read_bytes(info, info.start + (expert * size if stacked else 0), size)
         return _dequantize(raw, info.dtype, shape)
 
     def _integer(self, *keys: str, default: int | None = None) -> int:

@@ -73,6 +73,21 @@ def read_header(path: Path) -> Header:
     return Header(tensors, {str(key): str(value) for key, value in metadata.items()})
 
 
+def read_bytes(info: TensorInfo, start: int, size: int) -> bytes:
+    """`size` bytes of the tensor's file from `start`; raises BadInput, naming both, where they are not there."""
+    try:
+        with info.file.open("rb") as file:
+            file.seek(start)
+            raw = file.read(size)
+    except OSError as fault:
+        raise BadInput(
+            f"{info.file} cannot be read: {fault.strerror} ({info.name})", hint="check the disk"
+        ) from None
+    if len(raw) != size:
+        raise BadInput(f"{info.file} became shorter while it was read ({info.name})", hint="check the disk")
+    return raw
+
+
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise BadInput where `path` is a Git LFS pointer instead of the file it points to."""
     with path.open("rb") as file:

@@ -16,7 +16,7 @@ from ktplan.model import families
 from ktplan.model.encodings import METHODS, NUMPY, OTHER_VERSION, Hints, Piece, decode, floats
 from ktplan.model.families import Family, family_in, text_config
 from ktplan.model.fingerprint import Run, fingerprint, packed_runs, plain_runs, sampled_experts
-from ktplan.model.header import ITEM_BYTES, TensorInfo, refuse_lfs_pointer
+from ktplan.model.header import ITEM_BYTES, TensorInfo, read_bytes, refuse_lfs_pointer
 from ktplan.model.layout import Experts, Sizes, expert_like
 from ktplan.model.shards import find_tensors
 from ktplan.model.source import PROJECTIONS, Array, Biases, ExpertWeights, Place
@@ -237,16 +237,7 @@ def read_piece(info: TensorInfo, index: int | None = None) -> Piece:
         index = None  # one number for the whole stack
     shape = info.shape if index is None else info.shape[1:]
     start, size = _slice(info, index)
-    try:
-        with info.file.open("rb") as file:
-            file.seek(start)
-            raw = file.read(size)
-    except OSError as fault:
-        raise BadInput(
-            f"{info.file} cannot be read: {fault.strerror} ({info.name})", hint="check the disk"
-        ) from None
-    if len(raw) != size:
-        raise BadInput(f"{info.file} became shorter while it was read ({info.name})", hint="check the disk")
+    raw = read_bytes(info, start, size)
     return Piece(info.dtype, np.frombuffer(raw, NUMPY[info.dtype]).reshape(shape))
 
 
